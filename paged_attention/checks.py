@@ -1,0 +1,242 @@
+"""Every error the contract promises about tensors and sizes.
+
+A message names the argument, its value, and what it should be. `check_tensors` looks at types,
+ranks, shapes, dtypes, devices and aliasing and never reads a value; `check_values` reads lengths
+and block ids, which on an accelerator costs a synchronisation.
+"""
+
+from numbers import Integral
+
+import torch
+
+from .layouts import LAYOUTS, Geometry, cache_shapes
+from .options import NOT_YET
+from .partition import ceil_div
+
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+INTS = (torch.int32, torch.int64)
+FLOAT8S = tuple(
+    getattr(torch, name) for name in ("float8_e4m3fn", "float8_e5m2") if hasattr(torch, name)
+)
+
+
+def check_tensors(query, key_cache, value_cache, block_tables, seq_lens, layout):
+    """Check everything about the inputs that is not a value.
+
+    Returns: (layout, Geometry), the layout resolved
+    Raises:  TypeError, ValueError, NotImplementedError: which argument, its value, what it
+             should be
+    """
+    tensors = {
+        "query": query,
+        "key_cache": key_cache,
+        "value_cache": value_cache,
+        "block_tables": block_tables,
+        "seq_lens": seq_lens,
+    }
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+    check_dtypes(query, key_cache, value_cache, block_tables, seq_lens)
+    for name, tensor in tensors.items():
+        if tensor.device != query.device and not (name == "seq_lens" and tensor.is_cpu):
+            raise ValueError(f"{name} must be on {query.device} like query, got {tensor.device}")
+
+    layout = resolve_layout(key_cache, layout)
+    geometry = cache_geometry(key_cache, value_cache, layout)
+    check_query(query, geometry)
+    if block_tables.dim() != 2 or len(block_tables) != len(query):
+        raise ValueError(
+            f"block_tables must be (num_seqs, max_blocks) with num_seqs = {len(query)} like "
+            f"query, got {tuple(block_tables.shape)}"
+        )
+    if seq_lens.shape != (len(query),):
+        raise ValueError(
+            f"seq_lens must be (num_seqs,) = ({len(query)},) like query, "
+            f"got {tuple(seq_lens.shape)}"
+        )
+    return layout, geometry
+
+
+def check_dtypes(query, key_cache, value_cache, block_tables, seq_lens):
+    if query.dtype not in FLOATS:
+        raise TypeError(f"query must be float32, float16 or bfloat16, got {query.dtype}")
+    for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
+        if cache.dtype == torch.uint8:
+            raise ValueError(
+                f"{name} is torch.uint8, which says nothing of its format: "
+                f'kv_cache_dtype must name it, got "auto"'
+            )
+        if cache.dtype in FLOAT8S:
+            raise NotImplementedError(f"{name} of {cache.dtype} {NOT_YET}")
+        if cache.dtype not in FLOATS:
+            raise TypeError(f"{name} must be float32, float16 or bfloat16, got {cache.dtype}")
+    if key_cache.dtype != value_cache.dtype:
+        raise TypeError(
+            f"value_cache must have the dtype of key_cache, {key_cache.dtype}, "
+            f"got {value_cache.dtype}"
+        )
+    for name, tensor in (("block_tables", block_tables), ("seq_lens", seq_lens)):
+        if tensor.dtype not in INTS:
+            raise TypeError(f"{name} must be int32 or int64, got {tensor.dtype}")
+
+
+def resolve_layout(key_cache, layout):
+    """The layout meant; None is "vllm" for a 5-D key cache."""
+    rank = key_cache.dim()
+    if layout is None:
+        if rank == 5:
+            return "vllm"
+        if rank == 4:
+            raise ValueError(
+                'layout must be "HND" or "NHD" for a 4-D key_cache (the two can\'t be told '
+                "apart), got None"
+            )
+        raise ValueError(f"key_cache must be 4-D or 5-D, got shape {tuple(key_cache.shape)}")
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout must be one of {LAYOUTS}, got {layout!r}")
+    if rank != (5 if layout == "vllm" else 4):
+        raise ValueError(
+            f"key_cache must be {5 if layout == 'vllm' else 4}-D in layout {layout!r}, "
+            f"got shape {tuple(key_cache.shape)}"
+        )
+    return layout
+
+
+def cache_geometry(key_cache, value_cache, layout):
+    """The cache's Geometry; both tensors must have exactly the shapes it gives them."""
+    if value_cache.dim() != 4:
+        raise ValueError(f"value_cache must be 4-D, got shape {tuple(value_cache.shape)}")
+    if layout == "vllm":
+        num_blocks, num_kv_heads, head_size, block_size = value_cache.shape
+    elif layout == "HND":
+        num_blocks, num_kv_heads, block_size, head_size = value_cache.shape
+    else:
+        num_blocks, block_size, num_kv_heads, head_size = value_cache.shape
+    geometry = Geometry(num_blocks, block_size, num_kv_heads, head_size)
+    for name in ("block_size", "num_kv_heads", "head_size"):
+        if getattr(geometry, name) < 1:
+            raise ValueError(
+                f"value_cache must have a {name} of at least 1, got shape "
+                f"{tuple(value_cache.shape)} in layout {layout!r}"
+            )
+    key_shape, _ = cache_shapes(geometry, layout, key_cache.dtype)
+    if key_cache.shape != key_shape:
+        raise ValueError(
+            f"key_cache must be {key_shape} in layout {layout!r} for value_cache "
+            f"{tuple(value_cache.shape)} and {key_cache.dtype}, got {tuple(key_cache.shape)}"
+        )
+    return geometry
+
+
+def check_query(query, geometry):
+    if query.dim() not in (3, 4):
+        raise ValueError(
+            "query must be (num_seqs, num_heads, head_size) or (num_seqs, q_len, num_heads, "
+            f"head_size), got {tuple(query.shape)}"
+        )
+    if query.dim() == 4 and query.shape[1] != 1:
+        raise NotImplementedError(f"query with q_len={query.shape[1]} {NOT_YET}")
+    num_heads, head_size = query.shape[-2:]
+    if head_size != geometry.head_size:
+        raise ValueError(
+            f"query has head_size {head_size}, but key_cache has head_size {geometry.head_size}"
+        )
+    if num_heads < 1 or num_heads % geometry.num_kv_heads:
+        raise ValueError(
+            f"query has num_heads {num_heads}, which must be a multiple of the cache's "
+            f"num_kv_heads {geometry.num_kv_heads}"
+        )
+
+
+def check_count(name, value, least=1):
+    """An optional whole number: None, or at least `least`."""
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"{name} must be a whole number, got {value!r}")
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}, got {value!r}")
+
+
+def check_out(out, query, inputs):
+    """`out` has query's shape, its dtype or float32, its device, and shares memory with nothing.
+
+    Args:    inputs: name -> tensor, all that is read
+    """
+    if not isinstance(out, torch.Tensor):
+        raise TypeError(f"out must be a tensor, got {type(out).__name__}")
+    if out.dtype not in (query.dtype, torch.float32):
+        raise TypeError(f"out must be {query.dtype} like query, or float32, got {out.dtype}")
+    if out.shape != query.shape:
+        raise ValueError(f"out must be {tuple(query.shape)} like query, got {tuple(out.shape)}")
+    if out.device != query.device:
+        raise ValueError(f"out must be on {query.device} like query, got {out.device}")
+    addresses = byte_addresses(out)
+    if len(addresses.unique()) < len(addresses):
+        raise ValueError(
+            f"out must not overlap itself, got strides {out.stride()} for {tuple(out.shape)}"
+        )
+    for name, tensor in inputs.items():
+        if overlap(out, tensor):
+            raise ValueError(
+                f"out must not overlap {name}: both hold memory at address {out.data_ptr():#x}"
+            )
+
+
+def overlap(a, b):
+    """Whether two tensors share a byte. Exact; cheap unless their address ranges intersect."""
+    if a.device != b.device or a.is_meta or not a.numel() or not b.numel():
+        return False
+    if a.data_ptr() >= b.data_ptr() + extent(b) or b.data_ptr() >= a.data_ptr() + extent(a):
+        return False
+    return bool(torch.isin(byte_addresses(a), byte_addresses(b)).any())
+
+
+def extent(tensor):
+    """Bytes from a tensor's first element to its last, inclusive."""
+    steps = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride()))
+    return (steps + 1) * tensor.element_size()
+
+
+def byte_addresses(tensor):
+    """Every byte address the tensor's elements occupy, as an int64 CPU tensor."""
+    addresses = torch.tensor([tensor.data_ptr()])
+    for n, stride in zip(tensor.shape, tensor.stride()):
+        steps = torch.arange(n) * stride * tensor.element_size()
+        addresses = (addresses.unsqueeze(-1) + steps).flatten()
+    return (addresses.unsqueeze(-1) + torch.arange(tensor.element_size())).flatten()
+
+
+def check_values(lengths, block_tables, geometry, max_seq_len):
+    """Check the lengths and every live block id.
+
+    Args:    lengths: list of int, seq_lens on the host
+    """
+    covered = block_tables.shape[1] * geometry.block_size
+    for seq, seq_len in enumerate(lengths):
+        if seq_len < 0:
+            raise ValueError(f"seq_lens[{seq}] must be at least 0, got {seq_len}")
+        if max_seq_len is not None and seq_len > max_seq_len:
+            raise ValueError(
+                f"max_seq_len must be at least the longest sequence, got {max_seq_len} for "
+                f"seq_lens[{seq}] = {seq_len}"
+            )
+        if seq_len > covered:
+            raise ValueError(
+                f"seq_lens[{seq}] = {seq_len} is more than its row of block_tables covers: "
+                f"{block_tables.shape[1]} columns x block size {geometry.block_size} = {covered}"
+            )
+    if not lengths or not block_tables.shape[1]:
+        return
+    table = block_tables.cpu()
+    num_live = torch.tensor([ceil_div(seq_len, geometry.block_size) for seq_len in lengths])
+    live = torch.arange(table.shape[1]) < num_live.unsqueeze(1)  # (num_seqs, max_blocks)
+    bad = (live & ((table < 0) | (table >= geometry.num_blocks))).nonzero()
+    if len(bad):
+        seq, column = bad[0].tolist()
+        raise ValueError(
+            f"block_tables[{seq}][{column}] is block {int(table[seq, column])}, outside the pool "
+            f"of {geometry.num_blocks} blocks (sequence {seq}, column {column}): reading it "
+            f"would read memory that is not the sequence's own"
+        )

@@ -1,0 +1,188 @@
+"""The kernel: decode attention over a paged KV cache, checked, cut, reduced and merged.
+
+    checks -> for each sequence: waves of partitions -> Phase 1 -> Phase 2
+
+A sequence is reduced on its own, in waves whose shapes depend on its length alone: its bits do not
+depend on its neighbours, and intermediates are as large as one wave, however long the sequence.
+"""
+
+import torch
+
+from .checks import check_count, check_out, check_tensors, check_values
+from .layouts import gather
+from .options import NOT_YET, make_options
+from .partition import ceil_div, waves, whole_blocks
+from .phase1 import partition_states
+from .phase2 import State, empty_state, finish, merge
+
+PARTITION_SIZE = 512  # tokens; vLLM's _PARTITION_SIZE
+WAVE_TOKENS = 2048  # tokens gathered at once: small enough for a CPU to keep them in its cache
+
+
+def paged_attention(
+    query,
+    key_cache,
+    value_cache,
+    block_tables,
+    seq_lens,
+    *,
+    layout=None,
+    scale=None,
+    kv_cache_dtype="auto",
+    k_scale=1.0,
+    v_scale=1.0,
+    alibi_slopes=None,
+    window=None,
+    softcap=None,
+    sinks=None,
+    causal=True,
+    max_seq_len=None,
+    partition_size=None,
+    backend=None,
+    workspace=None,
+    out=None,
+    return_lse=False,
+    validate=True,
+):
+    """Attention of one new token per sequence over its paged KV cache.
+
+    Args:    query: (num_seqs, num_heads, head_size) or (num_seqs, 1, num_heads, head_size),
+                   fp32/fp16/bf16
+             key_cache, value_cache: fp32/fp16/bf16, converted by value where query's dtype
+                   differs; in the layout
+                     "vllm"  (num_blocks, num_kv_heads, head_size/x, block_size, x) and
+                             (num_blocks, num_kv_heads, head_size, block_size), x = 16 / itemsize
+                     "HND"   (num_blocks, num_kv_heads, block_size, head_size), both
+                     "NHD"   (num_blocks, block_size, num_kv_heads, head_size), both
+             block_tables: (num_seqs, max_blocks), int32/int64; entries past a sequence's end are
+                   never read
+             seq_lens: (num_seqs,), int32/int64, tokens in the cache, the new one included; on
+                   the caches' device or on the CPU. An empty sequence gives out 0, lse -inf
+             layout: None means "vllm" for a 5-D key cache
+             scale: multiplies the logits; None is head_size ** -0.5
+             k_scale, v_scale: multiply the cached keys and values; a float, or a float tensor of
+                   one element or (num_kv_heads,)
+             max_seq_len: tokens; when given, no sequence may be longer
+             partition_size: tokens per partition, rounded up to whole blocks; None is 512
+             backend: None or "eager"
+             out: where to write, query's shape, its dtype or float32; may be strided, must not
+                   share memory with an input
+             validate: False skips the checks that read lengths and block ids
+             kv_cache_dtype, alibi_slopes, window, softcap, sinks, causal, workspace: not
+                   implemented in this version, anything but the default raises
+    Returns: out: query's shape and dtype (or `out`), accumulated in float32
+             lse: out.shape[:-1], float32, natural log; only with return_lse=True
+    Raises:  TypeError, ValueError: the argument, its value, and what it should be
+             NotImplementedError: an option of a later version, by name
+    Cost:    reads K and V of the live blocks once from the cache and several times from copies of
+             a wave (about 2,048 tokens). On an accelerator seq_lens is read back to the host, one
+             synchronisation, and block_tables too unless validate=False
+    Source:  vLLM attention_kernels.cuh, paged_attention_v2 (partitions of 512 tokens)
+    """
+    layout, geometry = check_tensors(query, key_cache, value_cache, block_tables, seq_lens, layout)
+    options = make_options(
+        geometry.num_kv_heads,
+        geometry.head_size,
+        query.device,
+        scale=scale,
+        kv_cache_dtype=kv_cache_dtype,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        alibi_slopes=alibi_slopes,
+        window=window,
+        softcap=softcap,
+        sinks=sinks,
+        causal=causal,
+    )
+    check_count("max_seq_len", max_seq_len, least=0)
+    check_count("partition_size", partition_size)
+    if backend not in (None, "eager"):
+        raise ValueError(f'backend must be None or "eager", got {backend!r}')
+    if workspace is not None:
+        raise NotImplementedError(f"workspace={workspace!r} {NOT_YET}")
+    if out is None:
+        out = torch.empty_like(query, memory_format=torch.contiguous_format)
+    else:
+        inputs = {
+            "query": query,
+            "key_cache": key_cache,
+            "value_cache": value_cache,
+            "block_tables": block_tables,
+            "seq_lens": seq_lens,
+        }
+        check_out(out, query, inputs)
+    lengths = seq_lens.tolist()
+    if validate:
+        check_values(lengths, block_tables, geometry, max_seq_len)
+
+    partition_size = whole_blocks(partition_size or PARTITION_SIZE, geometry.block_size)
+    lse = query.new_empty(query.shape[:-1], dtype=torch.float32)
+    for seq, seq_len in enumerate(lengths):
+        q = query[seq].reshape(geometry.num_kv_heads, -1, geometry.head_size).float()
+        state = _sequence_state(
+            q * (options.scale * options.k_scale),
+            key_cache,
+            value_cache,
+            block_tables[seq],
+            waves(seq_len, partition_size, WAVE_TOKENS),
+            layout,
+            geometry.block_size,
+        )
+        seq_out, seq_lse = finish(state)
+        seq_out = seq_out.view(q.shape) * options.v_scale
+        out[seq] = seq_out.view(out[seq].shape)
+        lse[seq] = seq_lse.view(lse[seq].shape)
+    return (out, lse) if return_lse else out
+
+
+def _sequence_state(query, key_cache, value_cache, block_table, waves, layout, block_size):
+    """Phase 1 wave by wave, then one merge; a sequence of one partition has nothing to merge.
+
+    Args:    query: (num_kv_heads, num_queries_per_kv, head_size), float32, scaled
+             block_table: (max_blocks,), one sequence's
+    Returns: State of the whole sequence, (num_heads, ...)
+    """
+    num_kv_heads, group, head_size = query.shape
+    states = []
+    for wave in waves:
+        blocks = block_table[wave.start // block_size : ceil_div(wave.end, block_size)]
+        key, value = gather(key_cache, value_cache, blocks, layout)
+        num_tokens = wave.end - wave.start  # what follows in the last block is not the sequence's
+        states.append(
+            partition_states(
+                query, key[:, :num_tokens], value[:, :num_tokens], wave.num_partitions
+            )
+        )
+    if not states:
+        return empty_state(query, num_kv_heads * group, head_size)
+    if len(states) == 1 and waves[0].num_partitions == 1:  # SingleTile
+        return State(*(part[0] for part in states[0]))
+    return merge(State(*(torch.cat(parts) for parts in zip(*states))))
+
+
+def plan_decode(
+    *,
+    num_heads,
+    num_kv_heads,
+    head_size,
+    block_size,
+    layout,
+    dtype=torch.float32,
+    device="cpu",
+    seq_lens=None,
+    num_seqs=None,
+    max_seq_len=None,
+    q_len=1,
+    window=None,
+    partition_size=None,
+    backend=None,
+):
+    """A plan for many calls with the same lengths. Not implemented in this version: it raises."""
+    raise NotImplementedError(f"plan_decode {NOT_YET}")
+
+
+class DecodePlan:
+    """What `plan_decode` returns. Not implemented in this version: the constructor raises."""
+
+    def __init__(self, *args, **kwargs):
+        raise NotImplementedError(f"DecodePlan {NOT_YET}")

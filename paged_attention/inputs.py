@@ -1,0 +1,77 @@
+"""Inputs to decode: random ones for measuring and teaching, with everything unused poisoned.
+
+Keys are drawn wide enough that the softmax has peaks; blocks lie in random order; slots past a
+sequence's end and blocks nobody references hold NaN, so that a kernel that reads them shows it.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from .layouts import Geometry, cache_shapes, tokens_of
+from .partition import ceil_div
+
+
+class Inputs(NamedTuple):
+    """The five tensors of `paged_attention`, in its order."""
+
+    query: torch.Tensor
+    key_cache: torch.Tensor
+    value_cache: torch.Tensor
+    block_tables: torch.Tensor
+    seq_lens: torch.Tensor
+
+
+def random_inputs(
+    seq_lens,
+    *,
+    num_heads=24,
+    num_kv_heads=4,
+    head_size=256,
+    block_size=16,
+    dtype=torch.float32,
+    device="cpu",
+    layout="vllm",
+    seed=0,
+    poison=True,
+):
+    """A batch with a paged cache of its own, one spare block included.
+
+    Args:    seq_lens: list of int, tokens per sequence
+             device: "meta" gives query and caches no memory, while block_tables and seq_lens are
+                   real CPU tensors: what reads a block id on the host can still be counted
+             seed: the same seed gives the same values on one version of PyTorch
+             poison: NaN in the slots and the block that no sequence uses
+    Returns: Inputs, the caches in `layout`, block ids int32
+    Raises:  ValueError: as `layouts.cache_shapes`
+    """
+    num_live = [ceil_div(seq_len, block_size) for seq_len in seq_lens]
+    num_blocks = sum(num_live) + 1
+    geometry = Geometry(num_blocks, block_size, num_kv_heads, head_size)
+    key_shape, value_shape = cache_shapes(geometry, layout, dtype)
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.randperm(num_blocks, generator=generator).to(torch.int32)
+    tables = torch.full((len(seq_lens), max(num_live, default=0)), -1, dtype=torch.int32)
+    for seq, ids in enumerate(order[:-1].split(num_live)):
+        tables[seq, : len(ids)] = ids
+    lens = torch.tensor(seq_lens, dtype=torch.int32)
+    query_shape = (len(seq_lens), num_heads, head_size)
+    if torch.device(device).type == "meta":
+        query, key, value = (
+            torch.empty(shape, dtype=dtype, device="meta")
+            for shape in (query_shape, key_shape, value_shape)
+        )
+        return Inputs(query, key, value, tables, lens)
+
+    query, key, value = (
+        torch.empty(shape, dtype=dtype).normal_(generator=generator)
+        for shape in (query_shape, key_shape, value_shape)
+    )
+    query.mul_(2.0)  # logits of standard deviation 2 at scale head_size ** -0.5
+    if poison:
+        for tokens in tokens_of(key, value, layout):
+            tokens[int(order[-1])] = torch.nan
+            for seq, seq_len in enumerate(seq_lens):
+                if seq_len % block_size:
+                    tokens[int(tables[seq, num_live[seq] - 1]), seq_len % block_size :] = torch.nan
+    return Inputs(*(x.to(device) for x in (query, key, value, tables, lens)))
