@@ -1,0 +1,161 @@
+"""Pictures of ideas, drawn from live tensors: blocks, tables, padding, partitions.
+
+(Pictures of measurements are in `plots`.) Each function takes what it draws and returns a
+matplotlib Figure; matplotlib is imported when a picture is asked for.
+"""
+
+from .partition import ceil_div
+
+SEQUENCE_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
+UNUSED = "#E5E5E5"
+INK = "#222222"
+
+
+def draw_pool(cache, seq_ids, *, blocks_per_row=6):
+    """The pool of a PagedKVCache: one box per block, one cell per slot, coloured by owner.
+
+    Args:    cache: a PagedKVCache
+             seq_ids: the sequences to show; a slot holds its sequence and position ("A17"), in
+                   the colour of the first of seq_ids that owns it; a block with several owners is
+                   framed
+    """
+    block_size, num_blocks = cache.geometry.block_size, cache.geometry.num_blocks
+    tables, lens = cache.block_tables(seq_ids).tolist(), cache.seq_lens(seq_ids).tolist()
+    owners = {}  # block -> [(sequence's place in seq_ids, first position in the block)]
+    for seq, (row, seq_len) in enumerate(zip(tables, lens)):
+        for i, block in enumerate(row[: ceil_div(seq_len, block_size)]):
+            owners.setdefault(block, []).append((seq, i * block_size))
+
+    num_rows = ceil_div(num_blocks, blocks_per_row)
+    fig, ax = _figure(8.0, 0.62 * num_rows + 0.1)
+    for block in range(num_blocks):
+        row, column = divmod(block, blocks_per_row)
+        left, bottom = column * (block_size + 1.0), -1.6 * row
+        ax.text(left, bottom + 1.08, f"block {block}", fontsize=7.5, color=INK, va="bottom")
+        for offset in range(block_size):
+            held = [
+                (seq, start + offset)
+                for seq, start in owners.get(block, ())
+                if start + offset < lens[seq]
+            ]
+            colour = SEQUENCE_COLOURS[held[0][0]] if held else UNUSED
+            _box(ax, left + offset, bottom, 1, 1, colour)
+            if held:
+                label = f"{seq_ids[held[0][0]]}{held[0][1]}"
+                ax.text(
+                    left + offset + 0.5, bottom + 0.5, label,
+                    fontsize=7, color="white", ha="center", va="center",
+                )  # fmt: skip
+        if len(owners.get(block, ())) > 1:
+            _box(ax, left, bottom, block_size, 1, "none", edge=INK, line=2)
+    _finish(ax)
+    return fig
+
+
+def draw_padding(seq_lens, block_size):
+    """A batch stored padded to its longest sequence, above the same batch stored in blocks."""
+    longest = max(seq_lens)
+    fig, axes = _figure(8.0, 0.52 * len(seq_lens) + 1.1, rows=2)
+    for ax, title, room in (
+        (axes[0], "one row per sequence, padded to the longest", [longest] * len(seq_lens)),
+        (
+            axes[1],
+            f"blocks of {block_size} tokens",
+            [ceil_div(n, block_size) * block_size for n in seq_lens],
+        ),
+    ):
+        for seq, (seq_len, slots) in enumerate(zip(seq_lens, room)):
+            _box(ax, 0, -seq, slots, 0.8, "#FFFFFF", edge=INK, hatch="/////", line=0.5)
+            _box(ax, 0, -seq, seq_len, 0.8, SEQUENCE_COLOURS[seq % 6])
+            if "blocks" in title:
+                for edge in range(block_size, slots, block_size):
+                    ax.plot([edge, edge], [-seq, 0.8 - seq], color="white", linewidth=0.6)
+        used, held = sum(seq_lens), sum(room)
+        ax.set_title(
+            f"{title}: {held} slots hold {used} tokens, {1 - used / held:.0%} unused (hatched)",
+            fontsize=9, loc="left", color=INK,
+        )  # fmt: skip
+        _finish(ax)
+        ax.set_xlim(-0.01 * longest, 1.05 * longest)
+    fig.tight_layout()
+    return fig
+
+
+def draw_addresses(layouts_and_offsets, num_slots):
+    """Which elements of a block one token's key occupies, one strip per layout.
+
+    Args:    layouts_and_offsets: {name: list of int, element offsets inside the block}
+             num_slots: elements a block holds
+    """
+    fig, axes = _figure(8.0, 0.75 * len(layouts_and_offsets), rows=len(layouts_and_offsets))
+    for ax, (name, offsets) in zip(axes, layouts_and_offsets.items()):
+        _box(ax, 0, 0, num_slots, 1, UNUSED)
+        for offset in offsets:
+            _box(ax, offset, 0, 1, 1, SEQUENCE_COLOURS[0], edge="none")
+        ax.set_title(name, fontsize=9, loc="left", color=INK)
+        _finish(ax)
+    fig.tight_layout()
+    return fig
+
+
+def draw_partitions(seq_lens, partition_size):
+    """A ragged batch cut into partitions: one bar per sequence, one shade per partition."""
+    fig, ax = _figure(8.0, 0.42 * len(seq_lens) + 0.4)
+    for seq, seq_len in enumerate(seq_lens):
+        for start in range(0, seq_len, partition_size):
+            width = min(partition_size, seq_len - start)
+            _box(ax, start, -seq, width, 0.8, SEQUENCE_COLOURS[seq % 6])
+            if width > 0.04 * max(seq_lens):
+                ax.text(
+                    start + width / 2, 0.4 - seq, f"{width}",
+                    fontsize=8, color="white", ha="center", va="center",
+                )  # fmt: skip
+        ax.text(
+            seq_len, 0.4 - seq, f"  {seq_len} tokens: {ceil_div(seq_len, partition_size)}",
+            fontsize=8, color=INK, va="center",
+        )  # fmt: skip
+    _finish(ax)
+    ax.set_xlim(0, 1.2 * max(seq_lens))
+    return fig
+
+
+def draw_path(steps, here):
+    """The series as one path, with the steps behind us filled and the one we are at framed.
+
+    Args:    steps: list of str;  here: the current step, one of them
+    """
+    fig, ax = _figure(9.0, 0.75)
+    for i, step in enumerate(steps):
+        done, current = i < steps.index(here), step == here
+        colour = SEQUENCE_COLOURS[0] if done else SEQUENCE_COLOURS[1] if current else UNUSED
+        _box(ax, 1.1 * i, 0, 1, 1, colour, edge=INK if current else "none", line=1.5)
+        ax.text(
+            1.1 * i + 0.5, 0.5, step.replace("_", "\n"),
+            fontsize=7.5, ha="center", va="center", color="white" if done else INK,
+        )  # fmt: skip
+    _finish(ax)
+    return fig
+
+
+def _figure(width, height, rows=1):
+    import matplotlib.pyplot as plt
+
+    fig, axes = plt.subplots(rows, 1, figsize=(width, height), dpi=110, facecolor="white")
+    plt.close(fig)  # a notebook draws what a cell returns, once
+    return fig, axes
+
+
+def _box(ax, x, y, width, height, colour, *, edge="white", hatch=None, line=0.8):
+    from matplotlib.patches import Rectangle
+
+    ax.add_patch(
+        Rectangle(
+            (x, y), width, height, facecolor=colour, edgecolor=edge, hatch=hatch,
+            linewidth=line,
+        )
+    )  # fmt: skip
+
+
+def _finish(ax):
+    ax.autoscale_view()
+    ax.axis("off")
