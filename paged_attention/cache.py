@@ -75,12 +75,12 @@ class PagedKVCache:
         return len(self._free)
 
     def key_cache(self, layer=0):
-        """The layer's keys, the pool's own tensor in `layout`; IndexError if there is no layer."""
-        return self._keys[layer]
+        """The layer's keys, the pool's own tensor in `layout`; IndexError without such a layer."""
+        return self._keys[self._layer(layer)]
 
     def value_cache(self, layer=0):
         """The layer's values, the pool's own tensor in `layout`."""
-        return self._values[layer]
+        return self._values[self._layer(layer)]
 
     def extend(self, seq_id, num_tokens):
         """Make room for num_tokens more tokens of a sequence, in all layers at once.
@@ -128,6 +128,7 @@ class PagedKVCache:
         """
         _, block_size, num_kv_heads, head_size = self.geometry
         device = self._keys.device
+        key_cache, value_cache = self.key_cache(layer), self.value_cache(layer)
         _check_slots(slot_mapping, self.geometry.num_blocks * block_size)
         shape = (len(slot_mapping), num_kv_heads, head_size)
         for name, tensor in (("key", key), ("value", value)):
@@ -143,7 +144,7 @@ class PagedKVCache:
         kept = (slots >= 0).nonzero().squeeze(1)
         slots = slots[kept]
         block, offset = slots // block_size, slots % block_size
-        key_tokens, value_tokens = tokens_of(self._keys[layer], self._values[layer], self.layout)
+        key_tokens, value_tokens = tokens_of(key_cache, value_cache, self.layout)
         key = key[kept].to(self._keys.dtype).reshape(-1, *key_tokens.shape[2:])
         key_tokens.index_put_((block, offset), key)
         value_tokens.index_put_((block, offset), value[kept].to(self._values.dtype))
@@ -179,6 +180,12 @@ class PagedKVCache:
         del self._lens[seq_id]
         for block in reversed(blocks):
             self._release(block)
+
+    def _layer(self, layer):
+        check_count("layer", layer, least=0)
+        if layer is None or layer >= len(self._keys):
+            raise IndexError(f"layer must be one of the cache's {len(self._keys)}, got {layer!r}")
+        return layer
 
     def _known(self, seq_id):
         if seq_id not in self._blocks:

@@ -10,7 +10,7 @@ from numbers import Integral
 import torch
 
 from .layouts import LAYOUTS, Geometry, cache_shapes
-from .options import NOT_YET
+from .options import KV_CACHE_DTYPES
 from .partition import ceil_div
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -20,12 +20,11 @@ FLOAT8S = tuple(
 )
 
 
-def check_tensors(query, key_cache, value_cache, block_tables, seq_lens, layout):
+def check_tensors(query, key_cache, value_cache, block_tables, seq_lens, layout, kv_cache_dtype):
     """Check everything about the inputs that is not a value.
 
     Returns: (layout, Geometry), the layout resolved
-    Raises:  TypeError, ValueError, NotImplementedError: which argument, its value, what it
-             should be
+    Raises:  TypeError, ValueError: which argument, its value, what it should be
     """
     tensors = {
         "query": query,
@@ -37,7 +36,12 @@ def check_tensors(query, key_cache, value_cache, block_tables, seq_lens, layout)
     for name, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
-    check_dtypes(query, key_cache, value_cache, block_tables, seq_lens)
+    if query.dtype not in FLOATS:
+        raise TypeError(f"query must be float32, float16 or bfloat16, got {query.dtype}")
+    check_cache_dtypes(key_cache, value_cache, kv_cache_dtype)
+    for name in ("block_tables", "seq_lens"):
+        if tensors[name].dtype not in INTS:
+            raise TypeError(f"{name} must be int32 or int64, got {tensors[name].dtype}")
     for name, tensor in tensors.items():
         if tensor.device != query.device and not (name == "seq_lens" and tensor.is_cpu):
             raise ValueError(f"{name} must be on {query.device} like query, got {tensor.device}")
@@ -58,27 +62,31 @@ def check_tensors(query, key_cache, value_cache, block_tables, seq_lens, layout)
     return layout, geometry
 
 
-def check_dtypes(query, key_cache, value_cache, block_tables, seq_lens):
-    if query.dtype not in FLOATS:
-        raise TypeError(f"query must be float32, float16 or bfloat16, got {query.dtype}")
+def check_cache_dtypes(key_cache, value_cache, kv_cache_dtype):
+    """Float caches and torch's float8 describe themselves; uint8 needs a name for its format."""
+    if kv_cache_dtype not in KV_CACHE_DTYPES:
+        raise ValueError(
+            f"kv_cache_dtype must be one of {KV_CACHE_DTYPES}, got {kv_cache_dtype!r}"
+        )
     for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
-        if cache.dtype == torch.uint8:
+        if kv_cache_dtype != "auto":
+            if cache.dtype != torch.uint8:
+                raise ValueError(
+                    f"{name} must be torch.uint8 with kv_cache_dtype={kv_cache_dtype!r}, "
+                    f"got {cache.dtype}"
+                )
+        elif cache.dtype == torch.uint8:
             raise ValueError(
                 f"{name} is torch.uint8, which says nothing of its format: "
                 f'kv_cache_dtype must name it, got "auto"'
             )
-        if cache.dtype in FLOAT8S:
-            raise NotImplementedError(f"{name} of {cache.dtype} {NOT_YET}")
-        if cache.dtype not in FLOATS:
+        elif cache.dtype not in FLOATS + FLOAT8S:
             raise TypeError(f"{name} must be float32, float16 or bfloat16, got {cache.dtype}")
     if key_cache.dtype != value_cache.dtype:
         raise TypeError(
             f"value_cache must have the dtype of key_cache, {key_cache.dtype}, "
             f"got {value_cache.dtype}"
         )
-    for name, tensor in (("block_tables", block_tables), ("seq_lens", seq_lens)):
-        if tensor.dtype not in INTS:
-            raise TypeError(f"{name} must be int32 or int64, got {tensor.dtype}")
 
 
 def resolve_layout(key_cache, layout):
@@ -135,8 +143,6 @@ def check_query(query, geometry):
             "query must be (num_seqs, num_heads, head_size) or (num_seqs, q_len, num_heads, "
             f"head_size), got {tuple(query.shape)}"
         )
-    if query.dim() == 4 and query.shape[1] != 1:
-        raise NotImplementedError(f"query with q_len={query.shape[1]} {NOT_YET}")
     num_heads, head_size = query.shape[-2:]
     if head_size != geometry.head_size:
         raise ValueError(

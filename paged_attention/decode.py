@@ -8,12 +8,13 @@ depend on its neighbours, and intermediates are as large as one wave, however lo
 
 import torch
 
-from .checks import check_count, check_out, check_tensors, check_values
+from .checks import FLOATS, check_count, check_out, check_tensors, check_values
 from .layouts import gather
-from .options import NOT_YET, make_options
+from .options import make_options
 from .partition import ceil_div, waves, whole_blocks
 from .phase1 import partition_states
 from .phase2 import State, empty_state, finish, merge
+from .workspace import NOT_YET
 
 PARTITION_SIZE = 512  # tokens; vLLM's _PARTITION_SIZE
 WAVE_TOKENS = 2048  # tokens gathered at once: small enough for a CPU to keep them in its cache
@@ -79,27 +80,27 @@ def paged_attention(
              synchronisation, and block_tables too unless validate=False
     Source:  vLLM attention_kernels.cuh, paged_attention_v2 (partitions of 512 tokens)
     """
-    layout, geometry = check_tensors(query, key_cache, value_cache, block_tables, seq_lens, layout)
+    layout, geometry = check_tensors(
+        query, key_cache, value_cache, block_tables, seq_lens, layout, kv_cache_dtype
+    )
     options = make_options(
-        geometry.num_kv_heads,
-        geometry.head_size,
+        query.shape[-2],
+        geometry,
         query.device,
         scale=scale,
-        kv_cache_dtype=kv_cache_dtype,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        causal=causal,
+        window=window,
+        sinks=sinks,
         k_scale=k_scale,
         v_scale=v_scale,
-        alibi_slopes=alibi_slopes,
-        window=window,
-        softcap=softcap,
-        sinks=sinks,
-        causal=causal,
     )
     check_count("max_seq_len", max_seq_len, least=0)
     check_count("partition_size", partition_size)
     if backend not in (None, "eager"):
         raise ValueError(f'backend must be None or "eager", got {backend!r}')
-    if workspace is not None:
-        raise NotImplementedError(f"workspace={workspace!r} {NOT_YET}")
+    _refuse_what_is_to_come(query, key_cache, options, workspace)
     if out is None:
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
     else:
@@ -133,6 +134,21 @@ def paged_attention(
         out[seq] = seq_out.view(out[seq].shape)
         lse[seq] = seq_lse.view(lse[seq].shape)
     return (out, lse) if return_lse else out
+
+
+def _refuse_what_is_to_come(query, key_cache, options, workspace):
+    """NotImplementedError for what the contract has and this version hasn't: never ignored."""
+    if query.dim() == 4 and query.shape[1] != 1:
+        raise NotImplementedError(f"query with q_len={query.shape[1]} {NOT_YET}")
+    if key_cache.dtype not in FLOATS:
+        raise NotImplementedError(f"fp8: key_cache of {key_cache.dtype} {NOT_YET}")
+    for name in ("alibi_slopes", "window", "softcap", "sinks"):
+        if getattr(options, name) is not None:
+            raise NotImplementedError(f"{name}={getattr(options, name)!r} {NOT_YET}")
+    if not options.causal:
+        raise NotImplementedError(f"causal=False {NOT_YET}")
+    if workspace is not None:
+        raise NotImplementedError(f"workspace={workspace!r} {NOT_YET}")
 
 
 def _sequence_state(query, key_cache, value_cache, block_table, waves, layout, block_size):

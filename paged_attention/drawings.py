@@ -5,6 +5,7 @@ matplotlib Figure; matplotlib is imported when a picture is asked for.
 """
 
 from .partition import ceil_div
+from .plots import style
 
 SEQUENCE_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
 UNUSED = "#E5E5E5"
@@ -27,7 +28,7 @@ def draw_pool(cache, seq_ids, *, blocks_per_row=6):
             owners.setdefault(block, []).append((seq, i * block_size))
 
     num_rows = ceil_div(num_blocks, blocks_per_row)
-    fig, ax = _figure(8.0, 0.62 * num_rows + 0.1)
+    fig, ax = new_figure(8.0, 0.62 * num_rows + 0.1)
     for block in range(num_blocks):
         row, column = divmod(block, blocks_per_row)
         left, bottom = column * (block_size + 1.0), -1.6 * row
@@ -55,7 +56,7 @@ def draw_pool(cache, seq_ids, *, blocks_per_row=6):
 def draw_padding(seq_lens, block_size):
     """A batch stored padded to its longest sequence, above the same batch stored in blocks."""
     longest = max(seq_lens)
-    fig, axes = _figure(8.0, 0.52 * len(seq_lens) + 1.1, rows=2)
+    fig, axes = new_figure(8.0, 0.52 * len(seq_lens) + 1.1, rows=2)
     for ax, title, room in (
         (axes[0], "one row per sequence, padded to the longest", [longest] * len(seq_lens)),
         (
@@ -87,7 +88,7 @@ def draw_addresses(layouts_and_offsets, num_slots):
     Args:    layouts_and_offsets: {name: list of int, element offsets inside the block}
              num_slots: elements a block holds
     """
-    fig, axes = _figure(8.0, 0.75 * len(layouts_and_offsets), rows=len(layouts_and_offsets))
+    fig, axes = new_figure(8.0, 0.75 * len(layouts_and_offsets), rows=len(layouts_and_offsets))
     for ax, (name, offsets) in zip(axes, layouts_and_offsets.items()):
         _box(ax, 0, 0, num_slots, 1, UNUSED)
         for offset in offsets:
@@ -100,7 +101,7 @@ def draw_addresses(layouts_and_offsets, num_slots):
 
 def draw_partitions(seq_lens, partition_size):
     """A ragged batch cut into partitions: one bar per sequence, one shade per partition."""
-    fig, ax = _figure(8.0, 0.42 * len(seq_lens) + 0.4)
+    fig, ax = new_figure(8.0, 0.42 * len(seq_lens) + 0.4)
     for seq, seq_len in enumerate(seq_lens):
         for start in range(0, seq_len, partition_size):
             width = min(partition_size, seq_len - start)
@@ -124,7 +125,7 @@ def draw_path(steps, here):
 
     Args:    steps: list of str;  here: the current step, one of them
     """
-    fig, ax = _figure(9.0, 0.75)
+    fig, ax = new_figure(9.0, 0.75)
     for i, step in enumerate(steps):
         done, current = i < steps.index(here), step == here
         colour = SEQUENCE_COLOURS[0] if done else SEQUENCE_COLOURS[1] if current else UNUSED
@@ -137,11 +138,13 @@ def draw_path(steps, here):
     return fig
 
 
-def _figure(width, height, rows=1):
+def new_figure(width, height, rows=1):
+    """(figure, axes) in the house style, inches; shown only where it is a cell's last value."""
     import matplotlib.pyplot as plt
 
-    fig, axes = plt.subplots(rows, 1, figsize=(width, height), dpi=110, facecolor="white")
-    plt.close(fig)  # a notebook draws what a cell returns, once
+    with style():
+        fig, axes = plt.subplots(rows, 1, figsize=(width, height), dpi=110)
+    plt.close(fig)
     return fig, axes
 
 

@@ -1,8 +1,7 @@
 """What may be done to a logit, as one frozen record.
 
 The order on a logit is scale, softcap, bias (ALiBi), mask (causal, window); a sink is one more
-state merged after all others. This version of the kernel applies the scales; asking for one of
-the others is refused by name, never ignored.
+state merged after all others.
 """
 
 import math
@@ -11,39 +10,50 @@ from numbers import Integral, Real
 
 import torch
 
-NOT_YET = "is not implemented in this version of paged_attention"
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3", "fp8_e5m2")
 
 
 @dataclass(frozen=True)
 class Options:
-    """scale multiplies the logits; k_scale and v_scale multiply the cached keys and values, each
-    a float or a tensor that broadcasts against (num_kv_heads, 1, 1)."""
+    """The options of one call, checked.
+
+    scale: multiplies the logits
+    softcap: None, or the cap of softcap * tanh(logit / softcap)
+    alibi_slopes: None, or (num_heads,), times (key position - query position)
+    causal: whether a query sees no key after itself
+    window: None, or how many keys a query sees, the newest included
+    sinks: None, or (num_heads,), logits that take weight and have no value
+    k_scale, v_scale: multiply the cached keys and values; a float or a float32 tensor that
+        broadcasts against (num_kv_heads, 1, 1)
+    """
 
     scale: float
+    softcap: float | None
+    alibi_slopes: torch.Tensor | None
+    causal: bool
+    window: int | None
+    sinks: torch.Tensor | None
     k_scale: float | torch.Tensor
     v_scale: float | torch.Tensor
 
 
 def make_options(
-    num_kv_heads,
-    head_size,
+    num_heads,
+    geometry,
     device,
     *,
     scale,
-    kv_cache_dtype,
+    softcap,
+    alibi_slopes,
+    causal,
+    window,
+    sinks,
     k_scale,
     v_scale,
-    alibi_slopes,
-    window,
-    softcap,
-    sinks,
-    causal,
 ):
     """Options from the arguments of `paged_attention`; scale=None is head_size ** -0.5.
 
-    Raises:  TypeError, ValueError: an argument that no version would take, with its value
-             NotImplementedError: an option this version does not apply, by name
+    Raises:  TypeError, ValueError: the argument, its value, and what it should be
     """
     if not isinstance(causal, bool):
         raise TypeError(f"causal must be True or False, got {causal!r}")
@@ -53,27 +63,37 @@ def make_options(
         raise ValueError(f"window must be at least 1 key, the newest, got {window!r}")
     if softcap is not None and not _is(Real, softcap):
         raise TypeError(f"softcap must be a number, got {softcap!r}")
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"softcap must be greater than 0, got {softcap!r}")
-    if kv_cache_dtype not in KV_CACHE_DTYPES:
-        raise ValueError(
-            f"kv_cache_dtype must be one of {KV_CACHE_DTYPES}, got {kv_cache_dtype!r}"
-        )
-    for name, value, default in (
-        ("alibi_slopes", alibi_slopes, None),
-        ("window", window, None),
-        ("softcap", softcap, None),
-        ("sinks", sinks, None),
-        ("causal", causal, True),
-        ("kv_cache_dtype", kv_cache_dtype, "auto"),
-    ):
-        if value is not default and value != default:
-            raise NotImplementedError(f"{name}={value!r} {NOT_YET}")
+    if softcap is not None and not 0 < softcap < math.inf:
+        raise ValueError(f"softcap must be finite and greater than 0, got {softcap!r}")
+    alibi_slopes = _per_head("alibi_slopes", alibi_slopes, num_heads, device)
+    sinks = _per_head("sinks", sinks, num_heads, device)
+    for name, value in (("window", window), ("alibi_slopes", alibi_slopes)):
+        if not causal and value is not None:
+            raise ValueError(f"{name} must be None with causal=False, got {value!r}")
     return Options(
-        head_size**-0.5 if scale is None else _finite("scale", scale),
-        _cache_scale("k_scale", k_scale, num_kv_heads, device),
-        _cache_scale("v_scale", v_scale, num_kv_heads, device),
+        scale=geometry.head_size**-0.5 if scale is None else _finite("scale", scale),
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        causal=causal,
+        window=window,
+        sinks=sinks,
+        k_scale=_cache_scale("k_scale", k_scale, geometry.num_kv_heads, device),
+        v_scale=_cache_scale("v_scale", v_scale, geometry.num_kv_heads, device),
     )
+
+
+def _per_head(name, value, num_heads, device):
+    if value is None:
+        return None
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{name} must be a tensor, got {value!r}")
+    if not value.is_floating_point():
+        raise TypeError(f"{name} must be a floating tensor, got {value.dtype}")
+    if value.shape != (num_heads,):
+        raise ValueError(f"{name} must be (num_heads,) = ({num_heads},), got {tuple(value.shape)}")
+    if value.device != device:
+        raise ValueError(f"{name} must be on {device} like query, got {value.device}")
+    return value
 
 
 def _cache_scale(name, value, num_kv_heads, device):

@@ -1,13 +1,17 @@
 """The judge: dense attention in float64, one sequence and one head at a time, no tricks.
 
-Nothing here is shared with the kernel but the reading of the layouts' shapes: tokens are looked
-up one by one in the block table, K and V are taken as they are defined, and every option is
-applied in the order it is defined.
+Nothing here is shared with the kernel but the checks of its arguments and the reading of the
+layouts' shapes: tokens are looked up one by one in the block table, K and V are taken as they are
+defined, and every option is applied in the order it is defined.
 """
 
 import torch
 
+from .checks import check_tensors, check_values
 from .layouts import unpack
+from .options import make_options
+
+FORMATS = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
 
 
 def reference_attention(
@@ -38,24 +42,40 @@ def reference_attention(
              weight and has no value
     Returns: out: query's shape, float64;  lse: out.shape[:-1], float64, natural log, the sink
              included. A query that sees no key: out 0, lse -inf (or the sink)
-    Raises:  ValueError: causal=False with window or alibi_slopes, or a cache dtype that
-             kv_cache_dtype doesn't describe
+    Raises:  TypeError, ValueError: the argument, its value, and what it should be
     Cost:    a float64 copy of one sequence's K and V at a time; for judging, not for use
     """
-    if not causal and (window is not None or alibi_slopes is not None):
-        raise ValueError(f"causal=False takes no window and no ALiBi, got window={window!r}")
-    if layout is None and key_cache.dim() != 5:
-        raise ValueError(f'layout must be "HND" or "NHD" for a {key_cache.dim()}-D key_cache')
+    layout, geometry = check_tensors(
+        query, key_cache, value_cache, block_tables, seq_lens, layout, kv_cache_dtype
+    )
+    num_heads, head_size = query.shape[-2:]
+    num_kv_heads, block_size = geometry.num_kv_heads, geometry.block_size
+    options = make_options(
+        num_heads,
+        geometry,
+        query.device,
+        scale=scale,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        causal=causal,
+        window=window,
+        sinks=sinks,
+        k_scale=k_scale,
+        v_scale=v_scale,
+    )
+    check_values(seq_lens.tolist(), block_tables, geometry, None)
+    if kv_cache_dtype != "auto":  # uint8: the bits of the float8 that kv_cache_dtype names
+        key_cache = key_cache.view(getattr(torch, FORMATS[kv_cache_dtype]))
+        value_cache = value_cache.view(getattr(torch, FORMATS[kv_cache_dtype]))
     key, value = unpack(
-        _described(key_cache, kv_cache_dtype),
-        _described(value_cache, kv_cache_dtype),
-        layout or "vllm",
-    )  # (num_blocks, block_size, num_kv_heads, head_size)
-    block_size, num_kv_heads = key.shape[1:3]
+        key_cache, value_cache, layout
+    )  # (blocks, block_size, kv_heads, head_size)
+    k_scale, v_scale = (
+        torch.as_tensor(x, dtype=torch.float64).expand(num_kv_heads, 1, 1).view(num_kv_heads, 1)
+        for x in (options.k_scale, options.v_scale)
+    )
     rows = query if query.dim() == 4 else query.unsqueeze(1)
-    num_seqs, q_len, num_heads, head_size = rows.shape
-    scale = head_size**-0.5 if scale is None else scale
-    k_scale, v_scale = _per_head(k_scale, num_kv_heads), _per_head(v_scale, num_kv_heads)
+    q_len = rows.shape[1]
 
     out = torch.zeros(rows.shape, dtype=torch.float64, device=query.device)
     lse = torch.full(rows.shape[:-1], -torch.inf, dtype=torch.float64, device=query.device)
@@ -67,7 +87,8 @@ def reference_attention(
         v = value[slots].double() * v_scale
         for head in range(num_heads):
             kv_head = head // (num_heads // num_kv_heads)
-            logits = rows[seq, :, head].double() @ k[:, kv_head].T * scale  # (q_len, seq_len)
+            q = rows[seq, :, head].double()  # (q_len, head_size)
+            logits = q @ k[:, kv_head].T * options.scale  # (q_len, seq_len)
             if softcap is not None:
                 logits = softcap * torch.tanh(logits / softcap)
             newest = torch.arange(q_len, device=query.device).unsqueeze(1) + seq_len - q_len
@@ -81,34 +102,10 @@ def reference_attention(
                 sink = sinks[head].double().expand(q_len, 1)
                 logits = torch.cat([logits, sink], dim=1)
             lse[seq, :, head] = torch.logsumexp(logits, dim=1)
+            # Not exp(logits - lse): where logits are huge, lse has rounded ln s away.
+            weights = torch.softmax(logits, dim=1)
             for i in range(q_len):
                 seen = ~hidden[i]  # a hidden value may be NaN: it must not be touched
                 if seen.any():
-                    weights = torch.exp(logits[i, :seq_len][seen] - lse[seq, i, head])
-                    out[seq, i, head] = weights @ v[seen, kv_head]
+                    out[seq, i, head] = weights[i, :seq_len][seen] @ v[seen, kv_head]
     return out.view(query.shape), lse.view(query.shape[:-1])
-
-
-def _described(cache, kv_cache_dtype):
-    """The cache with its numbers readable: uint8 seen as the float8 that kv_cache_dtype names."""
-    if kv_cache_dtype == "auto":
-        if cache.dtype == torch.uint8:
-            raise ValueError('kv_cache_dtype must name the format of a uint8 cache, got "auto"')
-        return cache
-    formats = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
-    if kv_cache_dtype not in formats:
-        raise ValueError(
-            f"kv_cache_dtype must be one of {('auto', *formats)}, got {kv_cache_dtype!r}"
-        )
-    if cache.dtype != torch.uint8:
-        raise ValueError(
-            f"kv_cache_dtype={kv_cache_dtype!r} needs a uint8 cache, got {cache.dtype}"
-        )
-    return cache.view(getattr(torch, formats[kv_cache_dtype]))
-
-
-def _per_head(scale, num_kv_heads):
-    """A float, one element, or (num_kv_heads,), to multiply (tokens, num_kv_heads, head_size)."""
-    if not isinstance(scale, torch.Tensor):
-        return scale
-    return scale.double().expand(num_kv_heads).unsqueeze(-1) if scale.dim() < 2 else scale.double()
