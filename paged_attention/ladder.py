@@ -1,0 +1,265 @@
+"""The ladder: every stage and the final kernel, checked, then timed against the floor.
+
+A run gives one dictionary, which is what the JSON beside the picture holds (`report.write_json`),
+and all that the table (`report.table`) and the picture (`plots.ladder`) are drawn from.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from . import machine
+from .counting import count
+from .decode import paged_attention
+from .inputs import random_inputs
+from .measure import FloorReader, kv_bytes
+from .reference import reference_attention
+from .stages import STAGES
+from .timing import Trial
+
+RUNGS = (*STAGES, "paged_attention")
+USABLE = 0.8  # of the available memory: kernels make copies that can't be counted
+
+# A wrong stage is far outside of these, a right one well inside; times the largest output.
+TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+
+_ROUNDS = 3, 10  # at least and at most
+_TURN_SECONDS = 0.02  # that a stage samples in its turn, once at least
+_BUDGET_SECONDS = 60.0  # for a context's rounds, as far as 3 of them allow
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is measured: one sequence, in the "vllm" layout."""
+
+    device: str = "cpu"
+    num_heads: int = 24
+    num_kv_heads: int = 4
+    head_size: int = 256
+    block_size: int = 16
+    dtype: torch.dtype = torch.float32
+    partition_size: int = 512
+    stages: tuple[str, ...] = RUNGS
+
+    def inputs(self, context: int, device=None):
+        """One sequence of `context` tokens, blocks in random order, unused slots NaN."""
+        return random_inputs(
+            [context],
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_size=self.head_size,
+            block_size=self.block_size,
+            dtype=self.dtype,
+            device=device or self.device,
+        )
+
+    def kv_bytes(self, context: int) -> int:
+        return kv_bytes(context, self.num_kv_heads, self.head_size, self.dtype)
+
+
+def describe(settings: Settings) -> dict:
+    """The dictionary of a run, without results yet."""
+    return {
+        "kind": "ladder",
+        "schema": 1,
+        **machine.describe(settings.device),
+        "shape": {
+            "num_seqs": 1,
+            "num_heads": settings.num_heads,
+            "num_kv_heads": settings.num_kv_heads,
+            "head_size": settings.head_size,
+            "block_size": settings.block_size,
+            "partition_size": settings.partition_size,
+            "dtype": str(settings.dtype).removeprefix("torch."),
+            "layout": "vllm",
+        },
+        "interrupted": False,
+        "contexts": [],
+    }
+
+
+# -- what fits -------------------------------------------------------------------------------
+
+
+@functools.cache
+def needed_bytes(settings: Settings, context: int) -> tuple[int, str]:
+    """Memory that measuring at `context` tokens takes, by counting on meta tensors.
+
+    Returns: bytes: the caches, the floor's copy of them, and the largest of what the stages
+                   allocate at once
+             the stage that is largest
+    """
+    peaks = {"the check": 48 * context * settings.head_size}  # float64 copies of one KV head
+    for name in settings.stages:
+        inputs = settings.inputs(context, device="meta")
+        if name == "paged_attention":  # takes a table beside the caches only
+            inputs = inputs._replace(block_tables=inputs.block_tables.to("meta"))
+        peaks[name] = count(_rung(name, inputs, settings, validate=False)).peak_bytes
+    largest = max(peaks, key=peaks.get)
+    return 2 * settings.kv_bytes(context) + peaks[largest], largest
+
+
+def longest_context(settings: Settings, usable: int, longest: int) -> int:
+    """The longest context up to `longest` that fits `usable` bytes: in whole thousands, if not
+    `longest` itself; 0 if less than a thousand fits."""
+
+    def fits(context):
+        # Without a stage counted, first: a table of a billion blocks is no fun on meta either.
+        return (
+            2 * settings.kv_bytes(context) <= usable
+            and needed_bytes(settings, context)[0] <= usable
+        )
+
+    if fits(longest):
+        return longest
+    low, high = 0, -(-longest // 1000)  # thousands: low fits, high doesn't
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(1000 * middle) else (low, middle)
+    return 1000 * low
+
+
+# -- measuring ---------------------------------------------------------------------------------
+
+
+class ContextRun:
+    """The measurement of all stages at one context. `entry()` is valid at any moment: after an
+    interrupt it holds what was measured until then."""
+
+    def __init__(self, settings: Settings, context: int) -> None:
+        self.settings = settings
+        self.context = context
+        self.trials: dict[str, Trial] = {}  # "floor" among them
+        self.max_errors: dict[str, float] = {}
+        self.failures: dict[str, str] = {}
+        self.other_load = machine.OtherLoad()
+
+    def run(self, progress) -> None:
+        """Check every stage and time it once, then let all take turns.
+
+        Args: progress: .say(text) for news, .step(text) for a step done, .expect(n) for how many
+                   steps there will be
+        """
+        settings = self.settings
+        progress.say(f"{self.context:,} tokens: filling the cache")
+        inputs = settings.inputs(self.context)
+        reader = FloorReader(settings.kv_bytes(self.context), device=settings.device)
+        self.floor_bytes = reader.num_bytes
+        self._try("floor", reader, progress)
+        progress.say(f"{self.context:,} tokens: computing the float64 reference")
+        expected = _expected(inputs, settings)
+        for name in settings.stages:
+            self._try(name, _rung(name, inputs, settings), progress, expected)
+
+        round_seconds = sum(
+            max(trial.measurement().seconds, _TURN_SECONDS) for trial in self.trials.values()
+        )
+        least, most = _ROUNDS
+        rounds = max(least, min(most, int(_BUDGET_SECONDS / round_seconds)))
+        progress.say(f"{self.context:,} tokens: {rounds} rounds, about {round_seconds:.1f} s each")
+        progress.expect(1 + len(settings.stages) + rounds)
+        self.other_load = machine.OtherLoad()
+        for number in range(1, rounds + 1):
+            for trial in self.trials.values():
+                trial.sample(_TURN_SECONDS)
+            progress.step(f"round {number} of {rounds}" if round_seconds > 1 else "")
+
+    def _try(self, name: str, fn: Callable, progress, expected=None) -> None:
+        """Call it, check it, time it once; a failure is kept, and is not timed."""
+        try:
+            trial = Trial(fn, device=self.settings.device)
+        except Exception as error:  # out of memory, usually: the other stages may still run
+            reason = str(error).strip().partition("\n")[0]
+            self.failures[name] = f"{type(error).__name__}: {reason}"
+            progress.step(f"{self.context:,} tokens: {name} FAILED, {self.failures[name]}")
+            return
+        result, trial.first_result = trial.first_result, None
+        if expected is not None:
+            error = (result.double() - expected).abs().max().item()
+            allowed = TOLERANCES[self.settings.dtype] * max(1.0, expected.abs().max().item())
+            self.max_errors[name] = error
+            if not error <= allowed:  # NaN is wrong, too
+                self.failures[name] = f"WRONG: off by {error:.2g}, {allowed:.2g} is allowed"
+                progress.step(f"{self.context:,} tokens: {name} {self.failures[name]}")
+                return
+        if not trial.num_samples:
+            trial.sample()
+        self.trials[name] = trial
+        progress.step(
+            f"{self.context:,} tokens: {name} {trial.measurement().seconds * 1e3:.3g} ms"
+        )
+
+    def entry(self) -> dict:
+        """The JSON of this context: floor, stages in order, failures included."""
+        stages = []
+        for name in self.settings.stages:
+            if name in self.trials:
+                result = _as_json(self.trials[name])
+            elif name in self.failures:
+                result = {"failure": self.failures[name]}
+            else:
+                continue
+            error = self.max_errors.get(name)
+            finite = error is not None and error < float("inf")
+            stages.append({"name": name, **result, "max_error": error if finite else None})
+        others = self.other_load.cores()
+        floor = None
+        if "floor" in self.trials:
+            floor = {"num_bytes": self.floor_bytes, **_as_json(self.trials["floor"])}
+            floor["gb_per_second"] = round(self.floor_bytes / floor["seconds"] / 1e9, 3)
+        return {
+            "context": self.context,
+            "kv_bytes": self.settings.kv_bytes(self.context),
+            "other_cores": None if others is None else round(others, 2),
+            "floor": floor,
+            "stages": stages,
+        }
+
+
+def _rung(name: str, inputs, settings: Settings, **options) -> Callable[[], torch.Tensor]:
+    scale = settings.head_size**-0.5
+    if name == "paged_attention":
+        return lambda: paged_attention(
+            *inputs,
+            layout="vllm",
+            scale=scale,
+            partition_size=settings.partition_size,
+            **options,
+        )
+    return lambda: STAGES[name](*inputs, scale, partition_size=settings.partition_size)
+
+
+def _expected(inputs, settings: Settings) -> torch.Tensor:
+    """The float64 reference, one KV head at a time: a fourth of the memory for four."""
+    group = settings.num_heads // settings.num_kv_heads
+    outs = [
+        reference_attention(
+            inputs.query[:, group * head : group * (head + 1)],
+            inputs.key_cache[:, head : head + 1],
+            inputs.value_cache[:, head : head + 1],
+            inputs.block_tables,
+            inputs.seq_lens,
+            layout="vllm",
+        )[0]
+        for head in range(settings.num_kv_heads)
+    ]
+    return torch.cat(outs, dim=1)
+
+
+def _as_json(trial: Trial) -> dict:
+    m = trial.measurement()
+    return {
+        "seconds": round(m.seconds, 9),
+        "spread": [round(s, 9) for s in m.spread],
+        "cold_seconds": round(m.cold_seconds, 9),
+        "runs": m.runs,
+        "ops": m.ops,
+        "gemms": m.gemms,
+        "host_reads": m.host_reads,
+        "peak_bytes": m.peak_bytes,
+        "samples": [round(s, 9) for s in m.samples],
+    }

@@ -1,0 +1,86 @@
+"""What a notebook needs to make a claim: check a number without printing it, show what changed.
+
+Both print the same text on every machine, so that a notebook's stored output can be compared with
+a fresh run's, character by character.
+"""
+
+import difflib
+import inspect
+import operator
+
+SERIES = (
+    "paged_kv_cache",
+    "naive_loops",
+    "batched_gather",
+    "single_bmm",
+    "gqa_broadcast",
+    "single_tile",
+    "fused_phase2",
+    "grid_even_share",
+    "final_kernel",
+)
+
+_OPERATORS = {
+    "<": operator.lt,
+    "<=": operator.le,
+    "==": operator.eq,
+    ">=": operator.ge,
+    ">": operator.gt,
+}
+
+
+def check(label, value, op, bound):
+    """Assert `value op bound` and print the claim, never the value.
+
+    A measured error differs from machine to machine, the bound it must keep does not.
+
+    Args:    label: what the value is
+             value: a number, or a tensor of one element; NaN fails every check
+             op: "<", "<=", "==", ">=" or ">"
+             bound: a number; with "==", also a tuple, a string, ...
+    Raises:  AssertionError: the claim is wrong; names the value and the bound
+             ValueError: op is none of the five
+    """
+    if op not in _OPERATORS:
+        raise ValueError(f"op is {op!r}; it should be one of {', '.join(_OPERATORS)}")
+    value, bound = _plain(value), _plain(bound)
+    if not _OPERATORS[op](value, bound):
+        raise AssertionError(f"{label}: {value!r} is not {op} {bound!r}")
+    print(f"{label} {op} {bound!r}  ok")
+
+
+def exercise(name, answer, is_right):
+    """Judge a reader's answer to an exercise; None means it hasn't been tried.
+
+    Args:    name: of the exercise
+             answer: whatever the reader made; None while there is none
+             is_right: called with the answer, true if it is right
+    Raises:  AssertionError: the answer is wrong; names it
+    """
+    if answer is None:
+        print(f"{name}: not tried yet")
+        return
+    if not is_right(answer):
+        raise AssertionError(f"{name}: {answer!r} is not right, try again")
+    print(f"{name}: right")
+
+
+def show_diff(before, after):
+    """Print what changed between two stages, as a unified diff of their whole texts.
+
+    Args:    before, after: functions or modules; a function stands for the file, or the notebook
+                   cell, that defines it
+    """
+    lines = difflib.unified_diff(_text(before), _text(after), n=1, lineterm="")
+    body = list(lines)[2:]  # without the two header lines
+    for line in body[1:]:  # ... and without the first separator
+        print("..." if line.startswith("@@") else line.rstrip())
+
+
+def _plain(x):
+    return x.item() if hasattr(x, "item") else x
+
+
+def _text(module_or_function):
+    lines, _ = inspect.findsource(module_or_function)
+    return [line.rstrip("\n") for line in lines]

@@ -1,0 +1,213 @@
+"""Measure a call: time, ops, GEMMs, host reads, memory; and this machine's own yardsticks.
+
+m = measure(lambda: paged_attention(query, key_cache, ...))
+m.seconds, m.spread, m.cold_seconds, m.ops, m.peak_bytes
+
+floor(num_bytes).seconds          what reading that many bytes takes at the least, here
+interleaved({"a": f, "b": g})     both in one run, taking turns: use it to compare
+profiler_peak_bytes(f)            a second opinion on peak_bytes, from inside the kernels
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from .counting import Counts, OpCounter, count
+from .device import DeviceProfile, Figure
+from .machine import device_name
+from .timing import MIN_SAMPLES, Measurement, Trial
+
+__all__ = [
+    "Counts",
+    "Floor",
+    "Measurement",
+    "OpCounter",
+    "Trial",
+    "allocator_peak_bytes",
+    "calibrate",
+    "count",
+    "device_name",
+    "floor",
+    "FloorReader",
+    "interleaved",
+    "kv_bytes",
+    "measure",
+    "profiler_peak_bytes",
+]
+
+_FLOOR_COLUMNS = 4096
+
+
+def measure(
+    fn: Callable[[], object], *, device=None, synchronize=None, min_seconds: float = 0.5
+) -> Measurement:
+    """What `fn()` costs: its time, synchronised, and what it asks of the device.
+
+    Args:    fn: takes no arguments and may be called any number of times
+             device: "cpu", "cuda", "cuda:1" or a torch.device; None: the one that the tensors of
+                   fn's results and ops live on, the CPU if there are none
+             synchronize: waits for the device; needed for any device but CPU and CUDA, and then
+                   trusted: where fn's tensors live isn't looked at
+             min_seconds: how long to sample at least; never fewer than 3 samples
+    Returns: Measurement
+    Raises:  ValueError: a device that nothing waits for, or fn working on another one than
+             stated: a time that wasn't synchronised is refused. TypeError: not callable
+    Cost:    min_seconds, and 3 calls more: the cold one, the counted one, one to size the rest
+    """
+    return interleaved(
+        {"fn": fn}, device=device, synchronize=synchronize, min_seconds=min_seconds, rounds=1
+    )["fn"]
+
+
+def interleaved(
+    fns: Mapping[str, Callable[[], object]],
+    *,
+    device=None,
+    synchronize=None,
+    min_seconds: float = 0.5,
+    rounds: int = 5,
+) -> dict[str, Measurement]:
+    """Measure several callables in one run, taking turns, so that a busy moment hits them all.
+
+    Args:    fns: by name; the order of a round
+             min_seconds: of sampling for each, spread over the rounds
+             rounds: turns that each one gets; a slow one has one sample a turn
+             device, synchronize: as for `measure`
+    Returns: {name: Measurement}
+    Raises:  as `measure`; ValueError: rounds < 1 or min_seconds < 0
+    """
+    if rounds < 1:
+        raise ValueError(f"rounds={rounds} must be at least 1")
+    if not min_seconds >= 0:
+        raise ValueError(f"min_seconds={min_seconds} must not be negative")
+    trials = {}
+    for name, fn in fns.items():
+        trials[name] = Trial(fn, device=device, synchronize=synchronize)
+        trials[name].first_result = None
+    for _ in range(rounds):
+        for trial in trials.values():
+            trial.sample(min_seconds / rounds)
+    for trial in trials.values():
+        while trial.num_samples < MIN_SAMPLES:
+            trial.sample()
+    return {name: trial.measurement() for name, trial in trials.items()}
+
+
+@dataclass(frozen=True)
+class Floor:
+    """How fast this device reads memory, in the access pattern of decode.
+
+    measurement: of the reading alone
+    num_bytes:   bytes read
+    """
+
+    measurement: Measurement
+    num_bytes: int
+
+    @property
+    def seconds(self) -> float:
+        return self.measurement.seconds
+
+    @property
+    def gb_per_second(self) -> float:
+        return self.num_bytes / self.measurement.seconds / 1e9
+
+
+def floor(num_bytes: int, *, device="cpu", synchronize=None, min_seconds: float = 0.5) -> Floor:
+    """The yardstick: no decode step reads K and V faster than `torch.mv` does.
+
+    Args:    num_bytes: of K and V together, see `kv_bytes`
+             device, synchronize, min_seconds: as for `measure`
+    Returns: Floor, of the bytes rounded up to whole rows of 16 KiB
+    Cost:    num_bytes of memory
+    """
+    read = FloorReader(num_bytes, device=device)
+    measurement = measure(read, device=device, synchronize=synchronize, min_seconds=min_seconds)
+    return Floor(measurement, read.num_bytes)
+
+
+class FloorReader:
+    """A callable that reads `num_bytes` as the floor does: two `torch.mv`, K's half and V's, each
+    viewed as float32 (rows, 4096), against ones, all threads. To be measured beside what it is
+    the yardstick for, in the same `interleaved` run."""
+
+    def __init__(self, num_bytes: int, *, device="cpu") -> None:
+        if num_bytes < 1:
+            raise ValueError(f"num_bytes={num_bytes} must be at least 1")
+        rows = -(-num_bytes // (2 * 4 * _FLOOR_COLUMNS))
+        self.key, self.value = (
+            torch.ones(rows, _FLOOR_COLUMNS, device=device),  # ones: every page is real
+            torch.ones(rows, _FLOOR_COLUMNS, device=device),
+        )
+        self.ones = torch.ones(_FLOOR_COLUMNS, device=device)
+        self.num_bytes = 2 * rows * _FLOOR_COLUMNS * 4
+
+    def __call__(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.mv(self.key, self.ones), torch.mv(self.value, self.ones)
+
+
+def kv_bytes(num_tokens: int, num_kv_heads: int, head_size: int, dtype=torch.float32) -> int:
+    """Bytes of K and V together that `num_tokens` cached tokens hold, in one layer."""
+    return 2 * num_tokens * num_kv_heads * head_size * torch.empty((), dtype=dtype).element_size()
+
+
+def calibrate(device="cpu", *, synchronize=None) -> DeviceProfile:
+    """Measure this machine's profile: what reading a byte and running an op cost. A second or so.
+
+    Returns: DeviceProfile, each figure the quartiles of what was measured
+    Raises:  as `measure`
+    """
+    read = FloorReader(256 * 2**20, device=device)
+    tiny, other = torch.ones(1, device=device), torch.ones(1, device=device)
+    add = partial(torch.add, tiny, other, out=torch.empty(1, device=device))
+    timed = interleaved(
+        {"read": read, "add": add}, device=device, synchronize=synchronize, min_seconds=0.4
+    )
+    fast, slow = timed["read"].spread
+    bandwidth = Figure(
+        read.num_bytes / slow, read.num_bytes / fast, "B/s", "measured here: mv of 256 MiB"
+    )
+    op_cost = Figure(*timed["add"].spread, "s", "measured here: add of two numbers, out given")
+    return DeviceProfile(device_name(device), bandwidth, op_cost)
+
+
+def profiler_peak_bytes(fn: Callable[[], object]) -> int:
+    """The peak of one call of `fn` as `torch.profiler` saw it, above what was alive at the start.
+
+    The allocators report to it, so it also sees what a kernel allocates inside itself, which
+    `peak_bytes` can't; and scalars of a few bytes that ops wrap in tensors on the way.
+
+    Returns: bytes, all devices together
+    """
+    activities = [ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        activities.append(ProfilerActivity.CUDA)
+    with profile(activities=activities, profile_memory=True) as profiler:
+        result = fn()
+        del result
+    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
+    events.sort(key=lambda e: e.start_ns() if hasattr(e, "start_ns") else e.start_us())
+    alive = peak = 0
+    for event in events:
+        alive += event.nbytes()
+        peak = max(peak, alive)
+    return peak
+
+
+def allocator_peak_bytes(fn: Callable[[], object], *, device="cuda") -> int:
+    """The peak of one call of `fn` by the CUDA allocator's own statistics, above the start.
+
+    Returns: bytes, each allocation rounded up as the allocator does (512 bytes, usually)
+    """
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    result = fn()
+    torch.cuda.synchronize(device)
+    del result
+    return torch.cuda.max_memory_allocated(device) - before

@@ -1,0 +1,170 @@
+"""What a ladder run leaves: a table to read, and files that are whole or not there."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+
+_COLUMNS = (
+    ("stage", "<"),
+    ("time", ">"),
+    ("quartiles", ">"),
+    ("vs previous", ">"),
+    ("x floor", ">"),
+    ("ops", ">"),
+    ("GEMMs", ">"),
+    ("host reads", ">"),
+    ("peak memory", ">"),
+)
+
+
+def hardware(data: dict) -> str:
+    """One line: the device, its threads, the versions."""
+    device, versions = data["device"], data["versions"]
+    parts = [device["name"]]
+    if device["type"] == "cpu":
+        capability = f", {device['cpu_capability']}" if device["cpu_capability"] else ""
+        parts[0] += f" ({device['threads']} threads{capability})"
+    elif versions.get("cuda"):
+        parts.append(f"CUDA {versions['cuda']}")
+    return ", ".join([*parts, f"torch {versions['torch']}"])
+
+
+def workload(data: dict) -> str:
+    """One line: the shape that was measured."""
+    shape = data["shape"]
+    return (
+        f"1 sequence, {shape['num_heads']} query heads, {shape['num_kv_heads']} KV heads, "
+        f"head size {shape['head_size']}, {shape['dtype']}, block size {shape['block_size']}, "
+        f"partitions of {shape['partition_size']}"
+    )
+
+
+def table(entry: dict) -> str:
+    """One context's results as text, a line for each stage."""
+    rows, notes, previous = [], [], None
+    floor = entry["floor"]
+    for stage in entry["stages"]:
+        if "failure" in stage:
+            notes.append(f"{stage['name']}  {stage['failure']}")
+            continue
+        seconds, (low, high) = stage["seconds"], stage["spread"]
+        rows.append(
+            (
+                stage["name"],
+                human_seconds(seconds),
+                f"{human_seconds(low)} - {human_seconds(high)}",
+                _against(seconds, previous),
+                f"{ratio(seconds / floor['seconds'])}x" if floor else "",
+                f"{stage['ops']:,}",
+                f"{stage['gemms']:,}",
+                f"{stage['host_reads']:,}",
+                human_bytes(stage["peak_bytes"]),
+            )
+        )
+        previous = seconds
+    lines = [f"{entry['context']:,} tokens, K and V {human_bytes(entry['kv_bytes'])}"]
+    if floor:
+        lines[0] += (
+            f"; floor {human_seconds(floor['seconds'])} to read "
+            f"{human_bytes(floor['num_bytes'])} at {floor['gb_per_second']:.1f} GB/s"
+        )
+    if rows:
+        lines += _aligned(rows)
+    return "\n".join(lines + notes + busy(entry))
+
+
+def busy(entry: dict) -> list[str]:
+    """What to know of the machine while it measured: nothing, if other processes left it alone."""
+    others = entry["other_cores"]
+    if others is None or others < 0.1:
+        return []
+    return [f"Other processes used {others:.1f} cores meanwhile: these times are too long."]
+
+
+def _aligned(rows) -> list[str]:
+    header = tuple(name for name, _ in _COLUMNS)
+    widths = [max(map(len, column)) for column in zip(header, *rows)]
+    return [
+        "  ".join(
+            f"{cell:{side}{width}}" for cell, (_, side), width in zip(row, _COLUMNS, widths)
+        ).rstrip()
+        for row in (header, *rows)
+    ]
+
+
+def _against(seconds: float, previous: float | None) -> str:
+    if previous is None:
+        return ""
+    if 0.95 < seconds / previous < 1.05:
+        return "the same"
+    if seconds <= previous:
+        return f"{ratio(previous / seconds)}x faster"
+    return f"{ratio(seconds / previous)}x slower"
+
+
+def ratio(value: float) -> str:
+    return f"{value:,.{_digits(value)}f}"
+
+
+def _digits(value: float) -> int:
+    """Decimals that make three digits of it."""
+    return 0 if value >= 99.95 else 1 if value >= 9.995 else 2
+
+
+def human_seconds(seconds: float) -> str:
+    """12.3 ms, 1.24 s, 87.1 us: three digits."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if seconds >= 0.9995 * size or unit == "us":
+            value = seconds / size
+            return f"{value:.{_digits(value)}f} {unit}"
+    raise AssertionError("unreachable")
+
+
+def human_bytes(num_bytes: float) -> str:
+    """819 MB, 1.23 GB: three digits, powers of ten."""
+    if num_bytes < 1000:
+        return f"{num_bytes:.0f} B"
+    for unit, size in (("kB", 1e3), ("MB", 1e6), ("GB", 1e9), ("TB", 1e12)):
+        value = num_bytes / size
+        if value < 999.5 or unit == "TB":
+            return f"{value:.{_digits(value)}f} {unit}"
+    raise AssertionError("unreachable")
+
+
+# -- files --------------------------------------------------------------------------------------
+
+
+def refusal(folder: Path, names: tuple[str, ...]) -> str | None:
+    """Why `names` can't be written into `folder`, or None. Makes and changes nothing."""
+    for name in names:
+        if (folder / name).is_dir():
+            return f"{folder / name} is a folder"
+    for place in (folder, *folder.absolute().parents):
+        if place.exists() or place.is_symlink():
+            if not place.is_dir():
+                return f"{place} is not a folder"
+            if not os.access(place, os.W_OK | os.X_OK):
+                return f"{place} can't be written to"
+            return None
+    return f"{folder} has no parent"
+
+
+def write_json(path: Path, data: dict) -> None:
+    """The dictionary as JSON, a list of numbers on one line; whole, or not there."""
+    text = json.dumps(data, indent=1, allow_nan=False)
+    text = re.sub(r"\[[^][{}\"]*\]", lambda m: " ".join(m[0].split()), text)
+    write_bytes(path, (text + "\n").encode())
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Write beside it, then rename: a reader sees the old file or the new one, never half."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        unfinished.write_bytes(content)
+        os.replace(unfinished, path)
+    finally:
+        unfinished.unlink(missing_ok=True)

@@ -1,0 +1,260 @@
+"""Every PNG in figures/ is what the JSON beside it draws, and nothing else lies there."""
+
+import io
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy
+import pytest
+
+from paged_attention import plots
+from paged_attention.ladder import RUNGS
+
+matplotlib_image = pytest.importorskip("matplotlib.image")
+
+ROOT = Path(__file__).resolve().parent.parent
+FIGURES = ROOT / "figures"
+SOURCES = sorted(FIGURES.rglob("*.json"))
+
+
+def pixels(png):
+    return matplotlib_image.imread(png if isinstance(png, Path) else io.BytesIO(png))
+
+
+def differing(one, other):
+    """The share of pixels that anyone could tell apart; 1 if the sizes differ."""
+    if one.shape != other.shape:
+        return 1.0
+    return float((numpy.abs(one - other).max(axis=-1) > 0.2).mean())
+
+
+SAME = 1e-5  # of the pixels; a changed digit moves four times as many, see below
+
+
+def run_of(contexts=(1024, 100_000), **failures):
+    """A ladder run as its JSON would hold it, of made-up numbers."""
+    return {
+        "kind": "ladder",
+        "schema": 1,
+        "date": "2025-01-01T00:00:00+00:00",
+        "device": {
+            "type": "cpu",
+            "name": "A Processor",
+            "slug": "cpu",
+            "threads": 2,
+            "cores": 2,
+            "cpu_capability": "AVX2",
+        },
+        "versions": {"python": "3.12.1", "torch": "2.5.0", "cuda": None, "paged_attention": "0"},
+        "commit": None,
+        "modified": None,
+        "shape": {
+            "num_seqs": 1,
+            "num_heads": 24,
+            "num_kv_heads": 4,
+            "head_size": 256,
+            "block_size": 16,
+            "partition_size": 512,
+            "dtype": "float32",
+            "layout": "vllm",
+        },
+        "interrupted": False,
+        "contexts": [
+            {
+                "context": context,
+                "kv_bytes": 8192 * context,
+                "other_cores": 0.0,
+                "floor": {
+                    "num_bytes": 8192 * context,
+                    "seconds": 4e-7 * context,
+                    "spread": [3.9e-7 * context, 4.1e-7 * context],
+                    "gb_per_second": 20.5,
+                },
+                "stages": [
+                    {"name": name, "failure": failures[name]}
+                    if name in failures
+                    else {
+                        "name": name,
+                        "seconds": 3e-5 * context / (rung + 1),
+                        "spread": [2.8e-5 * context / (rung + 1), 3.5e-5 * context / (rung + 1)],
+                        "peak_bytes": 10_000 * context * (rung + 1),
+                    }
+                    for rung, name in enumerate(RUNGS)
+                ],
+            }
+            for context in contexts
+        ],
+    }
+
+
+# -- what is committed ---------------------------------------------------------------------------
+
+
+def test_each_picture_lies_beside_its_json_and_each_json_beside_its_picture():
+    pictures = {path.with_suffix("") for path in FIGURES.rglob("*.png")}
+    assert pictures == {path.with_suffix("") for path in SOURCES}
+    assert FIGURES / "cpu" / "ladder" in pictures  # the one that the README shows
+
+
+def test_each_committed_picture_is_what_its_json_draws(tmp_path):
+    different = {
+        str(source.relative_to(ROOT)): share
+        for source in SOURCES
+        if (
+            share := differing(pixels(plots.png(load(source))), pixels(source.with_suffix(".png")))
+        )
+        > SAME
+    }
+    assert different == {}
+
+
+def load(source):
+    return json.loads(source.read_text(encoding="utf-8"))
+
+
+# -- drawing -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def unchanged():
+    return pixels(plots.png(run_of()))
+
+
+def test_the_same_json_gives_the_same_bytes():
+    assert plots.png(run_of()) == plots.png(json.loads(json.dumps(run_of())))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda run: run["contexts"][1]["stages"][2].update(seconds=1.31),
+        lambda run: run["contexts"][0]["stages"][0].update(peak_bytes=11_100_000),
+        lambda run: run["contexts"][1]["floor"].update(gb_per_second=20.6),
+        lambda run: run["versions"].update(torch="2.5.1"),
+        lambda run: run["shape"].update(dtype="float16"),
+        lambda run: run.update(interrupted=True),
+    ],
+)
+def test_a_changed_number_is_seen_by_the_comparison(change, unchanged):
+    run = run_of()
+    change(run)
+    share = differing(pixels(plots.png(run)), unchanged)
+    assert share > 2 * SAME
+
+
+def test_a_readers_own_matplotlib_settings_change_nothing():
+    import matplotlib
+
+    expected = plots.png(run_of())
+    with matplotlib.rc_context({"font.size": 20, "lines.linewidth": 9, "savefig.dpi": 30}):
+        assert plots.png(run_of()) == expected
+
+
+def test_pictures_are_opaque_and_as_wide_as_a_readme_shows_twice():
+    image = pixels(plots.png(run_of()))
+    assert image.shape[1] == 1600
+    assert image.shape[2] == 3 or image[..., 3].min() == 1.0
+    assert image[0, 0, :3].tolist() == [1, 1, 1]  # white, on a dark page too
+
+
+WORDS = re.compile(r"\S")
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        run_of(),
+        run_of((1024,)),
+        run_of((7, 512, 8000)),
+        run_of(naive_loops="WRONG: off by 0.1, 1e-5 is allowed", single_bmm="RuntimeError: no"),
+        run_of(**dict.fromkeys(RUNGS, "RuntimeError: nothing worked")),
+    ],
+    ids=["two contexts", "one", "three", "failures", "nothing but failures"],
+)
+def test_no_words_are_cut_off_and_none_overlap(run):
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.text import Text
+
+    figure = plots.ladder(run)
+    canvas = FigureCanvasAgg(figure)
+    figure.dpi = plots.DPI
+    canvas.draw()
+    texts = [t for t in figure.findobj(Text) if t.get_visible() and WORDS.search(t.get_text())]
+    boxes = [(t.get_text(), t.get_window_extent()) for t in texts]
+    # the ticks of a log axis exist beyond its limits, too, where they aren't drawn
+    boxes = [(text, box) for text, box in boxes if box.x1 > 0 or text not in ticks(figure)]
+    page = figure.bbox
+    for text, box in boxes:
+        assert box.x0 >= page.x0 and box.x1 <= page.x1, text
+        assert box.y0 >= page.y0 and box.y1 <= page.y1, text
+    for i, (text, box) in enumerate(boxes):
+        for other, other_box in boxes[i + 1 :]:
+            assert not box.overlaps(other_box), (text, other)
+
+
+def ticks(figure):
+    return {label.get_text() for axes in figure.axes for label in axes.get_xticklabels()}
+
+
+def test_a_run_without_floor_or_quiet_is_drawn_and_says_so():
+    run = run_of((64,))
+    quiet = plots.png(run)
+    run["contexts"][0]["other_cores"] = 1.4
+    assert plots.png(run) != quiet
+    run["contexts"][0]["floor"] = None
+    assert plots.png(run)
+
+
+def test_a_stage_keeps_its_colour_and_no_two_share_one():
+    assert list(plots.STAGE_COLOURS) == list(RUNGS)
+    assert len(set(plots.STAGE_COLOURS.values())) == len(RUNGS)
+
+
+# -- redrawing -----------------------------------------------------------------------------------
+
+
+def test_redraw_writes_every_picture_beside_its_json(tmp_path):
+    for name in ("b/second.json", "a/first.json"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text(json.dumps(run_of((64,))))
+    (tmp_path / "a" / "first.png").write_bytes(b"old")
+    written = plots.redraw(tmp_path)
+    assert written == [tmp_path / "a" / "first.png", tmp_path / "b" / "second.png"]
+    assert [path.read_bytes() for path in written] == [plots.png(run_of((64,)))] * 2
+    assert len(list(tmp_path.rglob("*.*"))) == 4
+
+
+def test_redraw_from_the_command_line(tmp_path):
+    (tmp_path / "ladder.json").write_text(json.dumps(run_of((64,))))
+    command = [sys.executable, "-m", "paged_attention.plots", str(tmp_path)]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout == f"{tmp_path / 'ladder.png'}\n"
+    assert (tmp_path / "ladder.png").read_bytes() == plots.png(run_of((64,)))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('{"kind": "pie"}', "\"kind\" is 'pie'"),
+        ("[1]", "bad.json"),
+        ("{", "bad.json"),
+        ('{"kind": "ladder"}', "bad.json: KeyError: 'contexts'"),
+    ],
+)
+def test_a_json_that_draws_nothing_is_named(text, words, tmp_path, capsys):
+    (tmp_path / "bad.json").write_text(text)
+    assert plots.main([str(tmp_path)]) == 2
+    errors = capsys.readouterr().err
+    assert "bad.json" in errors and words in errors and len(errors.splitlines()) == 1
+    assert not (tmp_path / "bad.png").exists()
+
+
+def test_a_folder_that_is_none_is_named(tmp_path, capsys):
+    assert plots.main([str(tmp_path / "nowhere")]) == 2
+    assert plots.main([]) == 2
+    first, second = capsys.readouterr().err.splitlines()
+    assert "nowhere is not a folder" in first and "one folder" in second
