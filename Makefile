@@ -1,0 +1,98 @@
+# `make run` and `make test` work on a fresh clone: Python 3.11 or newer and make are all they need.
+#
+#   make run ARGS="--context 1024"    options for python -m paged_attention
+#   make test PYTHON=python3.12       another Python to make .venv with
+#   make test VENV=none               the Python at hand (a vendor's, from 3.10 up): installs nothing
+
+PYTHON ?= python3
+VENV   ?= .venv
+ARGS   ?=
+
+# test-oldest has nothing but torch, numpy, pytest and hypothesis, so it runs all tests except those of
+# what surrounds the package: notebooks, figures, command line, packaging.
+TOOL_TESTS := $(wildcard tests/test_notebook*.py tests/test_project.py tests/test_cli.py \
+                         tests/test_plots.py tests/test_figures.py)
+UNIT_TESTS := $(filter-out $(TOOL_TESTS),$(wildcard tests/test_*.py))
+
+.PHONY: help run test lab notebooks figures lint test-oldest clean
+
+ifeq ($(VENV),none)
+PY := $(PYTHON)
+export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
+need = @$(PY) -c "import sys; from importlib.util import find_spec; \
+	gone = ', '.join(m for m in sys.argv[1:] if not find_spec(m)); \
+	sys.exit('$(PYTHON) has no module named ' + gone if gone else 0)" $(1)
+else
+PY := $(VENV)/bin/python
+READY := $(VENV)/.installed
+endif
+
+# $(call version,condition,what it is for): one line and an error where PYTHON is too old or too new
+version = @$(PYTHON) -c "import sys; v = sys.version_info; sys.exit(0 if $(1) else \
+	'$(2), and $(PYTHON) is %d.%d: name another with make $(MAKECMDGOALS) PYTHON=...' % v[:2])"
+
+# $(call make_venv,folder): again, if it was left half made
+make_venv = @$(1)/bin/pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(1)
+
+define ruff
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+endef
+
+help:
+	@echo "make run          the ladder of stages, timed on this machine (options: ARGS=...)"
+	@echo "make test         ruff, unit tests, every notebook re-run and compared"
+	@echo "make lab          open the notebooks in JupyterLab"
+	@echo "make notebooks    re-run the notebooks from top to bottom and store what they print"
+	@echo "make figures      redraw every figure from the JSON beside it"
+	@echo "make lint         ruff check and format"
+	@echo "make test-oldest  unit tests on torch 2.1.2 and numpy 1 (a large download)"
+	@echo "make clean        remove .venv, .venv-oldest and caches"
+	@echo "VENV=none         with any of them: the Python at hand, nothing installed"
+
+run: $(READY)
+	$(call need,torch numpy)
+	@$(PY) -m paged_attention $(ARGS)
+
+test: $(READY)
+	$(call need,torch numpy matplotlib tqdm ipykernel pytest xdist hypothesis nbval nbconvert yaml ruff)
+	$(ruff)
+	$(PY) -m pytest -n 2 --dist loadfile --nbval --nbval-current-env tests notebooks
+
+lint: $(READY)
+	$(call need,ruff)
+	$(ruff)
+
+lab: $(READY)
+	$(call need,torch numpy matplotlib tqdm jupyterlab)
+	$(PY) -m jupyterlab notebooks
+
+notebooks: $(READY)
+	$(call need,torch numpy matplotlib tqdm ipykernel nbconvert)
+	$(PY) -m nbconvert --to notebook --execute --inplace \
+		--ExecutePreprocessor.record_timing=False notebooks/*.ipynb
+
+figures: $(READY)
+	$(call need,torch numpy matplotlib)
+	$(PY) -m paged_attention.plots figures
+
+test-oldest: .venv-oldest/.installed
+	.venv-oldest/bin/python -m pytest $(UNIT_TESTS)
+
+# The stamps come last, so that an interrupted installation goes on at the next make.
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(call version,v.minor >= 11,making $(VENV) needs Python 3.11 or newer)
+	$(call make_venv,$(VENV))
+	$(VENV)/bin/python -m pip install --disable-pip-version-check -c constraints.txt \
+		-e '.[notebooks,dev]'
+	@touch $@
+
+.venv-oldest/.installed: pyproject.toml
+	$(call version,10 <= v.minor <= 11,torch 2.1.2 needs Python 3.10 or 3.11)
+	$(call make_venv,.venv-oldest)
+	.venv-oldest/bin/python -m pip install --disable-pip-version-check \
+		'torch==2.1.2' 'numpy<2' pytest hypothesis -e .
+	@touch $@
+
+clean:
+	rm -rf .venv .venv-oldest .pytest_cache .ruff_cache .hypothesis build *.egg-info
