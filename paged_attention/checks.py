@@ -15,6 +15,7 @@ from .partition import ceil_div
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 INTS = (torch.int32, torch.int64)
+SMALL = 1_000_000  # elements whose addresses may be listed one by one
 FLOAT8S = tuple(
     getattr(torch, name) for name in ("float8_e4m3fn", "float8_e5m2") if hasattr(torch, name)
 )
@@ -178,8 +179,7 @@ def check_out(out, query, inputs):
         raise ValueError(f"out must be {tuple(query.shape)} like query, got {tuple(out.shape)}")
     if out.device != query.device:
         raise ValueError(f"out must be on {query.device} like query, got {out.device}")
-    addresses = byte_addresses(out)
-    if len(addresses.unique()) < len(addresses):
+    if overlaps_itself(out):
         raise ValueError(
             f"out must not overlap itself, got strides {out.stride()} for {tuple(out.shape)}"
         )
@@ -191,12 +191,26 @@ def check_out(out, query, inputs):
 
 
 def overlap(a, b):
-    """Whether two tensors share a byte. Exact; cheap unless their address ranges intersect."""
+    """Whether two tensors share a byte: told from their address ranges where these are disjoint,
+    exactly where they intersect and both are small, and taken to be so where one is large."""
     if a.device != b.device or a.is_meta or not a.numel() or not b.numel():
         return False
     if a.data_ptr() >= b.data_ptr() + extent(b) or b.data_ptr() >= a.data_ptr() + extent(a):
         return False
+    if max(a.numel(), b.numel()) > SMALL:
+        return True
     return bool(torch.isin(byte_addresses(a), byte_addresses(b)).any())
+
+
+def overlaps_itself(tensor):
+    """Whether two elements share memory, as in an expanded tensor. Usually told from strides."""
+    span = 1  # elements from the first to the last of the dimensions seen, smallest stride first
+    for stride, n in sorted(zip(tensor.stride(), tensor.shape)):
+        if n > 1 and stride < span:
+            addresses = byte_addresses(tensor)
+            return len(addresses.unique()) < len(addresses)
+        span += (n - 1) * stride
+    return False
 
 
 def extent(tensor):

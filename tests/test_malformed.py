@@ -538,6 +538,17 @@ def test_out_may_lie_beside_an_input_but_not_over_it():
         refused(paged_attention, call, ValueError, ("out", "query"))
 
 
+def test_out_may_lie_between_the_querys_rows():
+    """Both in one packed buffer, as q and the output of a fused projection may be."""
+    call = good()
+    packed = torch.full((SEQS, 2, HEADS, SIZE), 7.0)
+    packed[:, 0] = call["query"]
+    right = paged_attention(**call).clone()
+    call.update(query=packed[:, 0], out=packed[:, 1])
+    assert_same(paged_attention(**call), right)
+    assert_same(packed[:, 0], good()["query"], "query")
+
+
 def test_out_may_not_lie_over_the_metadata():
     call = good()
     memory = torch.zeros(200)
@@ -562,6 +573,16 @@ def test_without_validation_only_the_values_go_unchecked(fault):
     call = {**good(), "validate": False}
     call[name] = wrong(call)
     refused(paged_attention, call, WRONG, (name, *words))
+
+
+@in_each_layout
+@pytest.mark.parametrize("bad", [6, -1, 2**31 - 1, -(2**31)])
+def test_without_validation_a_bad_live_id_still_gives_no_number_on_a_cpu(layout, bad):
+    """Not checked by us, then: but neither clamped nor wrapped into somebody else's block."""
+    call = {**good(layout), "validate": False}
+    call["block_tables"] = ids(call["block_tables"], ((0, 1), bad))
+    with pytest.raises((IndexError, *WRONG)):
+        paged_attention(**call)
 
 
 @on_each_device

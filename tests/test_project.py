@@ -140,6 +140,15 @@ def test_ci_runs_make_test_and_nothing_else():
     assert commands == ["set -euo pipefail", 'cd "$(dirname "$0")/.."', "make test"]
 
 
+def test_make_test_runs_every_test_and_every_notebook():
+    recipe = re.search(r"^test:.*\n((?:\t.*\n)+)", read("Makefile"), re.MULTILINE)[1]
+    [command] = [line for line in recipe.splitlines() if "pytest -" in line]
+    assert command.endswith("--nbval --nbval-current-env tests notebooks")
+    everything = command + read("pyproject.toml") + read("tests/conftest.py")
+    for dodge in ("-k ", "-m ", "--ignore", "--deselect", "--nbval-lax", "collect_ignore", "-x "):
+        assert dodge not in everything.replace("$(PY) -m pytest", ""), dodge
+
+
 @pytest.mark.parametrize("target", ["run", "test"])
 def test_without_a_venv_one_line_says_which_module_is_missing(target, tmp_path):
     without_torch = stub(tmp_path, f'exec "{sys.executable}" -S "$@"')
