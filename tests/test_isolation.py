@@ -61,7 +61,6 @@ def agree(got, right, device="cpu"):
             assert_close(x, y.double(), what=name)
 
 
-@pytest.mark.quick
 @on_each_device
 @in_each_layout
 @pytest.mark.parametrize("partition_size", [8, 32, None])

@@ -19,7 +19,7 @@ from helpers import (
     random,
     rounding,
 )
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paged_attention import merge_states, paged_attention
@@ -198,6 +198,7 @@ def test_arguments_are_only_read_and_may_be_strided():
 
 
 @in_each_layout
+@settings(max_examples=20)
 @given(cuts=st.sets(st.integers(0, 41), max_size=5), sharp=st.sampled_from([1.0, 12.0]))
 def test_a_sequence_cut_anywhere_merges_to_the_whole(layout, cuts, sharp):
     """Not only at blocks: at any token, into any number of pieces, empty ones too."""

@@ -85,7 +85,6 @@ def test_any_shape_dtype_and_partition_size(stage, data):
     assert_close(out, oracle(*dense, scale)[0], extra=rounding(dense, scale))
 
 
-@pytest.mark.quick
 @each_stage
 @pytest.mark.parametrize("block_size", [4, 16])
 def test_unused_slots_may_hold_anything(stage, block_size):
