@@ -4,59 +4,77 @@
 Figure.
 """
 
+import torch
+
 from .drawings import new_figure
-from .plots import FLOOR_COLOUR, STAGE_COLOURS
+from .measure import device_name
+from .plots import FLOOR_COLOUR, STAGE_COLOURS, caption
+
+# Not a stage's colours: these stand for devices.
+DEVICE_COLOURS = {"BI-V100": "#882255", "H200": "#332288"}
 
 
-def draw_times(measured, floors, *, predicted=None):
-    """Time against length, log-log: medians with quartiles, predictions hollow, the floor dashed.
+def draw_costs(measured, floors, *, predicted, shape):
+    """Time and memory against length, log-log: medians with quartiles, predictions hollow, the
+    floor (time) and K and V themselves (memory) dashed.
 
     Args:    measured: {stage: {tokens: Measurement}}
              floors: {tokens: Floor}
              predicted: {stage: {tokens: seconds}}
+             shape: the workload, in words, for the caption
     """
-    fig, ax = new_figure(7.5, 4.2)
+    fig, (time, memory) = new_figure(9.0, 4.3, columns=2)
+    tokens = list(floors)
     for stage, by_tokens in measured.items():
-        tokens = list(by_tokens)
-        medians = [by_tokens[n].seconds for n in tokens]
-        low, high = zip(*(by_tokens[n].spread for n in tokens))
         colour = STAGE_COLOURS[stage]
-        ax.plot(tokens, medians, "o-", color=colour, label=f"{stage}, measured")
-        ax.fill_between(tokens, low, high, color=colour, alpha=0.2, linewidth=0)
-    for stage, by_tokens in (predicted or {}).items():
-        ax.plot(
-            list(by_tokens),
-            list(by_tokens.values()),
+        low, high = zip(*(by_tokens[n].spread for n in tokens))
+        seconds = [by_tokens[n].seconds for n in tokens]
+        time.plot(tokens, seconds, "o-", color=colour, label=stage)
+        time.fill_between(tokens, low, high, color=colour, alpha=0.2, linewidth=0)
+        memory.plot(tokens, [by_tokens[n].peak_bytes for n in tokens], "o-", color=colour)
+    for stage, by_tokens in predicted.items():
+        time.plot(
+            tokens,
+            [by_tokens[n] for n in tokens],
             "o:",
             color=STAGE_COLOURS[stage],
             markerfacecolor="none",
             label=f"{stage}, predicted",
         )
-    _floor_line(ax, floors)
-    _finish(ax, list(floors), "tokens in the cache", "seconds a step")
+    _floor_line(time, floors, "floor: K and V read once")
+    num_bytes = [f.num_bytes for f in floors.values()]
+    memory.plot(tokens, num_bytes, "--", color=FLOOR_COLOUR, label="K and V themselves")
+    _finish(time, tokens, "seconds a step")
+    _finish(memory, tokens, "peak temporary bytes")
+    device = device_name(next(iter(floors.values())).measurement.device)
+    caption(fig, [f"{device}, torch {torch.__version__}; {shape}."])
     return fig
 
 
-def draw_floor(floors, profiles, *, bytes_per_token=8192):
+def draw_floor(floors, profiles, *, bytes_per_token):
     """The floor measured here, and what published bandwidths predict for other devices.
 
     Args:    floors: {tokens: Floor}, measured
-             profiles: {name: DeviceProfile}, those with a bandwidth are drawn, as a band
+             profiles: {name: DeviceProfile}; those with a bandwidth are drawn, from its low to
+                   its high figure
              bytes_per_token: of K and V together
     """
-    fig, ax = new_figure(7.5, 4.0)
-    _floor_line(ax, floors)
+    fig, ax = new_figure(8.0, 4.2)
+    device = device_name(next(iter(floors.values())).measurement.device)
+    _floor_line(ax, floors, f"measured here: {device}")
     tokens = list(floors)
-    for (name, profile), colour in zip(profiles.items(), ("none", "#D55E00", "#0072B2")):
+    for name, profile in profiles.items():
         if profile.bandwidth is None:
             continue
         fast, slow = (
             [n * bytes_per_token / bandwidth for n in tokens]
             for bandwidth in (profile.bandwidth.high, profile.bandwidth.low)
         )
-        ax.fill_between(tokens, fast, slow, color=colour, alpha=0.25, linewidth=1.5)
-        ax.plot(tokens, slow, ":", color=colour, label=f"{name}, predicted from its bandwidth")
-    _finish(ax, tokens, "tokens in the cache", "seconds to read K and V once")
+        colour = DEVICE_COLOURS[name]
+        ax.fill_between(tokens, fast, slow, color=colour, alpha=0.25, linewidth=2)
+        ax.plot(tokens, slow, ":", color=colour, label=f"predicted: {name}, published bandwidth")
+    _finish(ax, tokens, "seconds to read K and V once")
+    caption(fig, [f"torch {torch.__version__}; {bytes_per_token:,} bytes a token."])
     return fig
 
 
@@ -65,28 +83,27 @@ def draw_weights(heads):
 
     Args:    heads: {title: (tokens,) tensor of weights}
     """
-    fig, axes = new_figure(7.5, 1.7 * len(heads), rows=len(heads))
+    fig, axes = new_figure(8.0, 1.8 * len(heads), rows=len(heads))
     for ax, (title, weights) in zip(axes, heads.items()):
-        ax.vlines(range(len(weights)), 1e-9, weights.tolist(), color="#0072B2", linewidth=0.6)
-        ax.set(yscale="log", ylim=(1e-7, 2), xlim=(-0.01 * len(weights), len(weights)))
+        positions, weights = range(len(weights)), weights.tolist()
+        ax.vlines(positions, 1e-9, weights, color="#56B4E9", linewidth=0.6)
+        ax.plot(positions, weights, ".", color="#0072B2", markersize=4)
+        ax.set(yscale="log", ylim=(1e-7, 5), xlim=(-0.02 * len(weights), len(weights)))
         ax.set_ylabel("weight")
         ax.set_title(title, fontsize=10, loc="left")
     axes[-1].set_xlabel("position in the text")
-    fig.tight_layout()
     return fig
 
 
-def _floor_line(ax, floors):
+def _floor_line(ax, floors, label):
     seconds = [f.seconds for f in floors.values()]
-    label = "floor: K and V read once, measured"
-    ax.plot(list(floors), seconds, "--", color=FLOOR_COLOUR, label=label)
+    ax.plot(list(floors), seconds, "s--", markersize=4, color=FLOOR_COLOUR, label=label)
 
 
-def _finish(ax, tokens, xlabel, ylabel):
-    ax.set(xscale="log", yscale="log", xlabel=xlabel, ylabel=ylabel)
+def _finish(ax, tokens, ylabel):
+    ax.set(xscale="log", yscale="log", xlabel="tokens in the cache", ylabel=ylabel)
     ax.set_xticks(tokens, [f"{n:,}" for n in tokens])
-    ax.minorticks_off()
-    ax.grid(True, color="#E5E5E5", linewidth=0.7)
+    ax.tick_params(axis="x", which="minor", bottom=False)
+    ax.grid(True, axis="both", which="both", color="#E9E9E9", linewidth=0.6)
     ax.set_axisbelow(True)
     ax.legend(fontsize=8, frameon=False)
-    ax.figure.tight_layout()

@@ -8,6 +8,7 @@ from .partition import ceil_div
 from .plots import style
 
 SEQUENCE_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
+LIGHT = ("#E69F00", "#CC79A7", "#56B4E9")  # of these: text on them is dark
 UNUSED = "#E5E5E5"
 INK = "#222222"
 
@@ -45,7 +46,7 @@ def draw_pool(cache, seq_ids, *, blocks_per_row=6):
                 label = f"{seq_ids[held[0][0]]}{held[0][1]}"
                 ax.text(
                     left + offset + 0.5, bottom + 0.5, label,
-                    fontsize=7, color="white", ha="center", va="center",
+                    fontsize=6, color=_text_colour(colour), ha="center", va="center",
                 )  # fmt: skip
         if len(owners.get(block, ())) > 1:
             _box(ax, left, bottom, block_size, 1, "none", edge=INK, line=2)
@@ -66,6 +67,7 @@ def draw_padding(seq_lens, block_size):
         ),
     ):
         for seq, (seq_len, slots) in enumerate(zip(seq_lens, room)):
+            ax.text(-0.01 * longest, 0.4 - seq, seq_len, fontsize=8, ha="right", va="center")
             _box(ax, 0, -seq, slots, 0.8, "#FFFFFF", edge=INK, hatch="/////", line=0.5)
             _box(ax, 0, -seq, seq_len, 0.8, SEQUENCE_COLOURS[seq % 6])
             if "blocks" in title:
@@ -77,8 +79,7 @@ def draw_padding(seq_lens, block_size):
             fontsize=9, loc="left", color=INK,
         )  # fmt: skip
         _finish(ax)
-        ax.set_xlim(-0.01 * longest, 1.05 * longest)
-    fig.tight_layout()
+        ax.set_xlim(-0.06 * longest, 1.07 * longest)
     return fig
 
 
@@ -93,9 +94,9 @@ def draw_addresses(layouts_and_offsets, num_slots):
         _box(ax, 0, 0, num_slots, 1, UNUSED)
         for offset in offsets:
             _box(ax, offset, 0, 1, 1, SEQUENCE_COLOURS[0], edge="none")
-        ax.set_title(name, fontsize=9, loc="left", color=INK)
+        title = f"{name}: the dark ones of a block's {num_slots} elements"
+        ax.set_title(title, fontsize=9, loc="left", color=INK)
         _finish(ax)
-    fig.tight_layout()
     return fig
 
 
@@ -105,18 +106,20 @@ def draw_partitions(seq_lens, partition_size):
     for seq, seq_len in enumerate(seq_lens):
         for start in range(0, seq_len, partition_size):
             width = min(partition_size, seq_len - start)
-            _box(ax, start, -seq, width, 0.8, SEQUENCE_COLOURS[seq % 6])
+            colour = SEQUENCE_COLOURS[seq % 6]
+            _box(ax, start, -seq, width, 0.8, colour)
             if width > 0.04 * max(seq_lens):
                 ax.text(
                     start + width / 2, 0.4 - seq, f"{width}",
-                    fontsize=8, color="white", ha="center", va="center",
+                    fontsize=8, color=_text_colour(colour), ha="center", va="center",
                 )  # fmt: skip
+        parts = ceil_div(seq_len, partition_size)
         ax.text(
-            seq_len, 0.4 - seq, f"  {seq_len} tokens: {ceil_div(seq_len, partition_size)}",
+            seq_len, 0.4 - seq, f"  {seq_len} tokens, {parts} partition{'s' * (parts != 1)}",
             fontsize=8, color=INK, va="center",
         )  # fmt: skip
     _finish(ax)
-    ax.set_xlim(0, 1.2 * max(seq_lens))
+    ax.set_xlim(0, 1.3 * max(seq_lens))
     return fig
 
 
@@ -128,22 +131,25 @@ def draw_path(steps, here):
     fig, ax = new_figure(9.0, 0.75)
     for i, step in enumerate(steps):
         done, current = i < steps.index(here), step == here
-        colour = SEQUENCE_COLOURS[0] if done else SEQUENCE_COLOURS[1] if current else UNUSED
-        _box(ax, 1.1 * i, 0, 1, 1, colour, edge=INK if current else "none", line=1.5)
+        colour = "#666666" if done else "white" if current else UNUSED
+        _box(ax, 1.1 * i, 0, 1, 1, colour, edge=INK if current else "none", line=2.5)
         ax.text(
             1.1 * i + 0.5, 0.5, step.replace("_", "\n"),
             fontsize=7.5, ha="center", va="center", color="white" if done else INK,
+            weight="bold" if current else "normal",
         )  # fmt: skip
     _finish(ax)
     return fig
 
 
-def new_figure(width, height, rows=1):
+def new_figure(width, height, rows=1, columns=1):
     """(figure, axes) in the house style, inches; shown only where it is a cell's last value."""
     import matplotlib.pyplot as plt
 
     with style():
-        fig, axes = plt.subplots(rows, 1, figsize=(width, height), dpi=110)
+        fig, axes = plt.subplots(
+            rows, columns, figsize=(width, height), dpi=110, layout="constrained"
+        )
     plt.close(fig)
     return fig, axes
 
@@ -157,6 +163,10 @@ def _box(ax, x, y, width, height, colour, *, edge="white", hatch=None, line=0.8)
             linewidth=line,
         )
     )  # fmt: skip
+
+
+def _text_colour(background):
+    return INK if background in LIGHT else "white"
 
 
 def _finish(ax):

@@ -1,14 +1,14 @@
-"""Inputs to decode: random ones for measuring and teaching, with everything unused poisoned.
+"""Inputs to decode, for measuring and teaching, with everything unused poisoned.
 
-Keys are drawn wide enough that the softmax has peaks; blocks lie in random order; slots past a
-sequence's end and blocks nobody references hold NaN, so that a kernel that reads them shows it.
+Blocks lie in random order; slots past a sequence's end and blocks nobody references hold NaN, so
+that a kernel that reads them shows it.
 """
 
 from typing import NamedTuple
 
 import torch
 
-from .layouts import Geometry, cache_shapes, tokens_of
+from .layouts import Geometry, cache_shapes, pack, tokens_of
 from .partition import ceil_div
 
 
@@ -35,7 +35,9 @@ def random_inputs(
     seed=0,
     poison=True,
 ):
-    """A batch with a paged cache of its own, one spare block included.
+    """A random batch with a paged cache of its own, one spare block included.
+
+    Queries are drawn wide enough that the softmax has peaks.
 
     Args:    seq_lens: list of int, tokens per sequence
              device: "meta" gives query and caches no memory, while block_tables and seq_lens are
@@ -75,3 +77,29 @@ def random_inputs(
                 if seq_len % block_size:
                     tokens[int(tables[seq, num_live[seq] - 1]), seq_len % block_size :] = torch.nan
     return Inputs(*(x.to(device) for x in (query, key, value, tables, lens)))
+
+
+def paged_inputs(query, key, value, *, block_size=16, layout="vllm", seed=0):
+    """One sequence's own keys and values, put into a paged cache, one spare block included.
+
+    Args:    query: (1, num_heads, head_size)
+             key, value: (num_tokens, num_kv_heads, head_size)
+             seed: of the blocks' order
+    Returns: Inputs, the caches in `layout` and key's dtype, block ids int32
+    Raises:  ValueError: as `layouts.cache_shapes`
+    """
+    num_tokens = len(key)
+    num_blocks = ceil_div(num_tokens, block_size)
+    order = torch.randperm(num_blocks + 1, generator=torch.Generator().manual_seed(seed))
+    table = order[:num_blocks]
+
+    def in_blocks(dense):  # (num_blocks + 1, block_size, num_kv_heads, head_size)
+        slots = dense.new_full((num_blocks * block_size, *dense.shape[1:]), torch.nan)
+        slots[:num_tokens] = dense
+        blocks = dense.new_full((num_blocks + 1, block_size, *dense.shape[1:]), torch.nan)
+        blocks[table] = slots.view(num_blocks, block_size, *dense.shape[1:])
+        return blocks
+
+    key_cache, value_cache = pack(in_blocks(key), in_blocks(value), layout)
+    lens = torch.tensor([num_tokens], dtype=torch.int32)
+    return Inputs(query, key_cache, value_cache, table[None].to(torch.int32), lens)

@@ -7,6 +7,7 @@ a fresh run's, character by character.
 import difflib
 import inspect
 import operator
+import reprlib
 
 SERIES = (
     "paged_kv_cache",
@@ -49,6 +50,32 @@ def check(label, value, op, bound):
     print(f"{label} {op} {bound!r}  ok")
 
 
+def check_fails(label, value, op, bound):
+    """Show that a wrong value is caught: `check` with the same arguments must raise.
+
+    Raises:  AssertionError: the check passes, so it would not have caught the mistake
+    """
+    if _OPERATORS[op](_plain(value), _plain(bound)):
+        raise AssertionError(f"{label}: the check passes with {_plain(value)!r} {op} {bound!r}")
+    print(f"{label} {op} {_plain(bound)!r}  fails: caught")
+
+
+def variant(function, old, new):
+    """A stage with one piece of its text replaced, to see what a mistake does.
+
+    Args:    function: a function whose file or notebook cell holds it whole, imports included
+             old: a piece of that text that stands in it once;  new: what to put there
+    Returns: the function of the same name, defined by the changed text
+    Raises:  ValueError: old doesn't stand there once
+    """
+    text = "\n".join(_text(function))
+    if text.count(old) != 1:
+        raise ValueError(f"old must stand in {function.__name__} once, got {old!r}")
+    names = {}
+    exec(text.replace(old, new), names)
+    return names[function.__name__]
+
+
 def exercise(name, answer, is_right):
     """Judge a reader's answer to an exercise; None means it hasn't been tried.
 
@@ -60,8 +87,14 @@ def exercise(name, answer, is_right):
     if answer is None:
         print(f"{name}: not tried yet")
         return
-    if not is_right(answer):
-        raise AssertionError(f"{name}: {answer!r} is not right, try again")
+    shown = reprlib.repr(answer)
+    try:
+        right = bool(is_right(answer))
+    except Exception as error:
+        kind = type(answer).__name__
+        raise AssertionError(f"{name}: a {kind} can't be checked, {shown}: {error}") from error
+    if not right:
+        raise AssertionError(f"{name}: {shown} is not right, try again")
     print(f"{name}: right")
 
 

@@ -74,7 +74,8 @@ def notebook_of(*cells) -> dict:
 
 # -- what is printed --
 
-LESSON = {"check", "show_diff", "exercise"}
+CHECKS = {"check", "check_fails"}
+LESSON = CHECKS | {"show_diff", "exercise"}
 PRINTERS = {"print", "display", "pprint", "write"}  # write: sys.stdout.write
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ast
 
-from notebook_cells import PRINTERS, Cell, argument, called, displayed, pieces, printed_by
+from notebook_cells import CHECKS, PRINTERS, Cell, argument, called, displayed, pieces, printed_by
 
 TIME, MEMORY, PICTURE, DEVICE = "time", "memory", "picture", "device"
 _MEASURE = "paged_attention.measure"
@@ -143,7 +143,7 @@ def misplaced(cells: list[Cell]) -> list[str]:
             for n in ast.walk(statement):
                 if isinstance(n, ast.Assert):
                     tested |= origins.kinds(n.test)
-                elif called(n) == "check" and argument(n, 1, "value"):
+                elif called(n) in CHECKS and argument(n, 1, "value"):
                     tested |= origins.kinds(argument(n, 1, "value"))
         last = displayed(cell)
         if last is not None:

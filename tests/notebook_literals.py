@@ -16,7 +16,7 @@ import math
 import re
 from itertools import chain
 
-from notebook_cells import PRINTERS, Cell, argument, called, displayed, pieces, printed_by
+from notebook_cells import CHECKS, PRINTERS, Cell, argument, called, displayed, pieces, printed_by
 
 
 class UNKNOWN:
@@ -48,7 +48,7 @@ WRAPPERS = {"tensor", "as_tensor", "array", "asarray", "int32", "int64", "float3
 WRAPPERS |= {"HTML", "Markdown", "Pretty", "Latex", "Fraction", "Decimal"}
 UNWRAPPERS = {"item", "tolist", "numpy"}
 
-NEVER_HANDED_ON = {"print", "display", "check"}  # only called, by these names
+NEVER_HANDED_ON = {"print", "display", *CHECKS}  # only called, by these names
 REFUSED = {"exec", "eval", "get_ipython", "compile", "__import__"}
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.Lambda)
 
@@ -129,7 +129,7 @@ def numbers_written(cell: Cell) -> frozenset:
     exempt = {
         id(n)
         for c in ast.walk(tree)
-        if called(c) == "check"
+        if called(c) in CHECKS
         for a in [*c.args, *(k.value for k in c.keywords)]
         for n in ast.walk(a)
     }
@@ -254,7 +254,7 @@ class LiteralClaims:
             if isinstance(
                 n, (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.Lambda)
             ):
-                if any(called(c) in PRINTERS | {"check"} for c in ast.walk(n)):
+                if any(called(c) in PRINTERS | CHECKS for c in ast.walk(n)):
                     self.complain(n, "prints inside a comprehension or lambda: write a loop")
             if isinstance(n, ast.NamedExpr):
                 bind(n.target, n.value, scope)
@@ -269,7 +269,7 @@ class LiteralClaims:
 
     def call(self, call, scope, chosen):
         name = called(call)
-        if name == "check":
+        if name in CHECKS:
             self.check(call, scope)
         elif name in {"show_diff", "exercise"}:
             self.prints = self.computed = True
@@ -433,7 +433,7 @@ def printing_functions(cells) -> dict[str, set]:
                 continue
             calls = [c for c in ast.walk(f) if isinstance(c, ast.Call)]
             shown = [a for c in calls if called(c) in PRINTERS for a in printed_by(c)]
-            shown += [v for c in calls if called(c) == "check" if (v := argument(c, 1, "value"))]
+            shown += [v for c in calls if called(c) in CHECKS if (v := argument(c, 1, "value"))]
             if shown:
                 direct = {p.id for a in shown for p in pieces(a) if isinstance(p, ast.Name)}
                 names = [a.arg for a in (*f.args.posonlyargs, *f.args.args)]
