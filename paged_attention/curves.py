@@ -9,6 +9,7 @@ import torch
 from .drawings import new_figure
 from .measure import device_name
 from .plots import FLOOR_COLOUR, STAGE_COLOURS, caption
+from .report import human_bytes, human_seconds
 
 # Not a stage's colours: these stand for devices.
 DEVICE_COLOURS = {"BI-V100": "#882255", "H200": "#332288"}
@@ -44,8 +45,8 @@ def draw_costs(measured, floors, *, predicted, shape):
     _floor_line(time, floors, "floor: K and V read once")
     num_bytes = [f.num_bytes for f in floors.values()]
     memory.plot(tokens, num_bytes, "--", color=FLOOR_COLOUR, label="K and V themselves")
-    _finish(time, tokens, "seconds a step")
-    _finish(memory, tokens, "peak temporary bytes")
+    _finish(time, tokens, "time a step", human_seconds)
+    _finish(memory, tokens, "peak memory of temporaries", human_bytes)
     device = device_name(next(iter(floors.values())).measurement.device)
     caption(fig, [f"{device}, torch {torch.__version__}; {shape}."])
     return fig
@@ -73,7 +74,7 @@ def draw_floor(floors, profiles, *, bytes_per_token):
         colour = DEVICE_COLOURS[name]
         ax.fill_between(tokens, fast, slow, color=colour, alpha=0.25, linewidth=2)
         ax.plot(tokens, slow, ":", color=colour, label=f"predicted: {name}, published bandwidth")
-    _finish(ax, tokens, "seconds to read K and V once")
+    _finish(ax, tokens, "time to read K and V once", human_seconds)
     caption(fig, [f"torch {torch.__version__}; {bytes_per_token:,} bytes a token."])
     return fig
 
@@ -100,10 +101,16 @@ def _floor_line(ax, floors, label):
     ax.plot(list(floors), seconds, "s--", markersize=4, color=FLOOR_COLOUR, label=label)
 
 
-def _finish(ax, tokens, ylabel):
+def _finish(ax, tokens, ylabel, human):
+    from matplotlib.ticker import LogLocator
+
     ax.set(xscale="log", yscale="log", xlabel="tokens in the cache", ylabel=ylabel)
     ax.set_xticks(tokens, [f"{n:,}" for n in tokens])
-    ax.tick_params(axis="x", which="minor", bottom=False)
+    ax.xaxis.set_minor_formatter("")
+    low, high = ax.get_ylim()
+    ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 200 * low else (1,)))
+    ax.yaxis.set_major_formatter(lambda value, _: human(value))
+    ax.yaxis.set_minor_formatter("")
     ax.grid(True, axis="both", which="both", color="#E9E9E9", linewidth=0.6)
     ax.set_axisbelow(True)
     ax.legend(fontsize=8, frameon=False)
