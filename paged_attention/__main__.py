@@ -80,9 +80,13 @@ def main(argv: list[str] | None = None) -> int:
             print("Interrupted before anything was measured.", file=sys.stderr)
             return 130
 
-    report.write_json(out / FILES[0], data)
-    print(f"\n{out / FILES[0]}")
-    _draw(data, out / FILES[1])
+    try:
+        report.write_json(out / FILES[0], data)
+        print(f"\n{out / FILES[0]}")
+        _draw(data, out / FILES[1])
+    except OSError as error:
+        print(f"python -m paged_attention: --out {out}: {error}", file=sys.stderr)
+        return 1
     if data["interrupted"]:
         print("Interrupted: the table and the JSON hold what was measured.", file=sys.stderr)
         return 130
@@ -128,10 +132,10 @@ def _parser() -> _Parser:
         metavar="N[,N]",
         help=f"tokens (default: {SHORT} and the longest up to {LONGEST} that fits the memory)",
     )
-    add("--heads", type=_positive, default=24, metavar="N", help="query heads (default: 24)")
-    add("--kv-heads", type=_positive, default=4, metavar="N", help="KV heads (default: 4)")
-    add("--head-size", type=_positive, default=256, metavar="N", help="default: 256")
-    add("--block-size", type=_positive, default=16, metavar="N", help="tokens (default: 16)")
+    add("--heads", type=_size, default=24, metavar="N", help="query heads (default: 24)")
+    add("--kv-heads", type=_size, default=4, metavar="N", help="KV heads (default: 4)")
+    add("--head-size", type=_size, default=256, metavar="N", help="default: 256")
+    add("--block-size", type=_size, default=16, metavar="N", help="tokens (default: 16)")
     add(
         "--dtype",
         type=_dtype,
@@ -139,7 +143,7 @@ def _parser() -> _Parser:
         metavar="TYPE",
         help="fp32, fp16, bf16, or torch's names (default: fp32)",
     )
-    add("--partition-size", type=_positive, default=512, metavar="N", help="default: 512 tokens")
+    add("--partition-size", type=_size, default=512, metavar="N", help="default: 512 tokens")
     add(
         "--stages",
         type=_list_of(_stage),
@@ -158,6 +162,13 @@ def _positive(text: str) -> int:
         value = 0
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return value
+
+
+def _size(text: str) -> int:
+    value = _positive(text)
+    if value >= 2**31:
+        raise argparse.ArgumentTypeError(f"{text!r} is not below {2**31}")
     return value
 
 

@@ -7,7 +7,7 @@ written to.
 
 import torch
 
-from .checks import FLOATS, check_count
+from .checks import FLOATS, checked_count
 from .layouts import Geometry, cache_shapes, tokens_of
 from .partition import ceil_div
 
@@ -48,23 +48,20 @@ class PagedKVCache:
         device="cpu",
         layout="HND",
     ):
-        for name, value, least in (
-            ("num_blocks", num_blocks, 0),
-            ("block_size", block_size, 1),
-            ("num_kv_heads", num_kv_heads, 1),
-            ("head_size", head_size, 1),
-            ("num_layers", num_layers, 1),
-        ):
-            if value is None:
-                raise TypeError(f"{name} must be a whole number, got None")
-            check_count(name, value, least)
+        self.geometry = Geometry(
+            _count("num_blocks", num_blocks, 0),
+            _count("block_size", block_size, 1),
+            _count("num_kv_heads", num_kv_heads, 1),
+            _count("head_size", head_size, 1),
+        )
+        num_layers = _count("num_layers", num_layers, 1)
         if dtype not in FLOATS:
             raise TypeError(f"dtype must be float32, float16 or bfloat16, got {dtype}")
-        self.geometry = Geometry(num_blocks, block_size, num_kv_heads, head_size)
         self.layout = layout
         key_shape, value_shape = cache_shapes(self.geometry, layout, dtype)
         self._keys = torch.zeros(num_layers, *key_shape, dtype=dtype, device=device)
         self._values = torch.zeros(num_layers, *value_shape, dtype=dtype, device=device)
+        num_blocks = self.geometry.num_blocks
         self._free = list(range(num_blocks - 1, -1, -1))  # handed out from the end: 0, 1, 2, ...
         self._owners = [0] * num_blocks
         self._blocks = {}  # seq_id -> list of block ids
@@ -93,9 +90,7 @@ class PagedKVCache:
         Raises:  OutOfBlocks: the pool can't hold them; nothing is changed
                  TypeError, ValueError: num_tokens is not a whole number of at least 0
         """
-        if num_tokens is None:
-            raise TypeError("num_tokens must be a whole number, got None")
-        check_count("num_tokens", num_tokens, least=0)
+        num_tokens = _count("num_tokens", num_tokens, 0)
         block_size = self.geometry.block_size
         blocks, start = self._blocks.get(seq_id, []), self._lens.get(seq_id, 0)
         end = start + num_tokens
@@ -113,8 +108,8 @@ class PagedKVCache:
         blocks += [self._take() for _ in range(num_new)]
         self._blocks[seq_id], self._lens[seq_id] = blocks, end
 
-        positions = torch.arange(start, end)
-        ids = torch.tensor(blocks, dtype=torch.int64)
+        positions = torch.arange(start, end, device="cpu")
+        ids = torch.tensor(blocks, dtype=torch.int64, device="cpu")
         slots = ids[positions // block_size] * block_size + positions % block_size
         return slots.to(self._keys.device)
 
@@ -145,17 +140,17 @@ class PagedKVCache:
         slots = slots[kept]
         block, offset = slots // block_size, slots % block_size
         key_tokens, value_tokens = tokens_of(key_cache, value_cache, self.layout)
-        key = key[kept].to(self._keys.dtype).reshape(-1, *key_tokens.shape[2:])
+        key = key.detach()[kept].to(self._keys.dtype).reshape(-1, *key_tokens.shape[2:])
         key_tokens.index_put_((block, offset), key)
-        value_tokens.index_put_((block, offset), value[kept].to(self._values.dtype))
+        value_tokens.index_put_((block, offset), value.detach()[kept].to(self._values.dtype))
 
     def block_tables(self, seq_ids):
         """(len(seq_ids), most blocks any of them has), int32; a shorter row ends in -1."""
         rows = [self._blocks[self._known(seq_id)] for seq_id in seq_ids]
-        table = torch.full((len(rows), max(map(len, rows), default=0)), -1, dtype=torch.int32)
-        for row, blocks in zip(table, rows):
-            row[: len(blocks)] = torch.tensor(blocks, dtype=torch.int32)
-        return table.to(self._keys.device)
+        longest = max(map(len, rows), default=0)
+        padded = [blocks + [-1] * (longest - len(blocks)) for blocks in rows]
+        table = torch.tensor(padded, dtype=torch.int32, device=self._keys.device)
+        return table.view(len(rows), longest)
 
     def seq_lens(self, seq_ids):
         """(len(seq_ids),), int32, tokens."""
@@ -182,8 +177,8 @@ class PagedKVCache:
             self._release(block)
 
     def _layer(self, layer):
-        check_count("layer", layer, least=0)
-        if layer is None or layer >= len(self._keys):
+        layer = _count("layer", layer, 0)
+        if layer >= len(self._keys):
             raise IndexError(f"layer must be one of the cache's {len(self._keys)}, got {layer!r}")
         return layer
 
@@ -208,6 +203,12 @@ class PagedKVCache:
         self._values[:, copy] = self._values[:, block]
         self._release(block)
         return copy
+
+
+def _count(name, value, least):
+    if value is None:
+        raise TypeError(f"{name} must be a whole number, got None")
+    return checked_count(name, value, least)
 
 
 def _check_slots(slot_mapping, num_slots):

@@ -1,8 +1,8 @@
 """Every error the contract promises about tensors and sizes.
 
 A message names the argument, its value, and what it should be. `check_tensors` looks at types,
-ranks, shapes, dtypes, devices and aliasing and never reads a value; `check_values` reads lengths
-and block ids, which on an accelerator costs a synchronisation.
+ranks, shapes, dtypes, devices and aliasing and never reads a value; `check_lengths` and
+`check_block_ids` read lengths and ids, which on an accelerator costs a synchronisation.
 """
 
 from numbers import Integral
@@ -37,6 +37,8 @@ def check_tensors(query, key_cache, value_cache, block_tables, seq_lens, layout,
     for name, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+        if tensor.layout != torch.strided:
+            raise TypeError(f"{name} must be a dense tensor, got {tensor.layout}")
     if query.dtype not in FLOATS:
         raise TypeError(f"query must be float32, float16 or bfloat16, got {query.dtype}")
     check_cache_dtypes(key_cache, value_cache, kv_cache_dtype)
@@ -65,7 +67,7 @@ def check_tensors(query, key_cache, value_cache, block_tables, seq_lens, layout,
 
 def check_cache_dtypes(key_cache, value_cache, kv_cache_dtype):
     """Float caches and torch's float8 describe themselves; uint8 needs a name for its format."""
-    if kv_cache_dtype not in KV_CACHE_DTYPES:
+    if not isinstance(kv_cache_dtype, str) or kv_cache_dtype not in KV_CACHE_DTYPES:
         raise ValueError(
             f"kv_cache_dtype must be one of {KV_CACHE_DTYPES}, got {kv_cache_dtype!r}"
         )
@@ -90,6 +92,11 @@ def check_cache_dtypes(key_cache, value_cache, kv_cache_dtype):
         )
 
 
+def check_flag(name, value):
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {value!r}")
+
+
 def resolve_layout(key_cache, layout):
     """The layout meant; None is "vllm" for a 5-D key cache."""
     rank = key_cache.dim()
@@ -102,7 +109,7 @@ def resolve_layout(key_cache, layout):
                 "apart), got None"
             )
         raise ValueError(f"key_cache must be 4-D or 5-D, got shape {tuple(key_cache.shape)}")
-    if layout not in LAYOUTS:
+    if not isinstance(layout, str) or layout not in LAYOUTS:
         raise ValueError(f"layout must be one of {LAYOUTS}, got {layout!r}")
     if rank != (5 if layout == "vllm" else 4):
         raise ValueError(
@@ -156,14 +163,15 @@ def check_query(query, geometry):
         )
 
 
-def check_count(name, value, least=1):
-    """An optional whole number: None, or at least `least`."""
+def checked_count(name, value, least=1):
+    """A whole number of at least `least`, as an int (numpy's wrap around); None stays None."""
     if value is None:
-        return
+        return None
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"{name} must be a whole number, got {value!r}")
     if value < least:
         raise ValueError(f"{name} must be at least {least}, got {value!r}")
+    return int(value)
 
 
 def check_out(out, query, inputs):
@@ -183,10 +191,13 @@ def check_out(out, query, inputs):
         raise ValueError(
             f"out must not overlap itself, got strides {out.stride()} for {tuple(out.shape)}"
         )
+    if out.requires_grad:
+        raise ValueError("out must not require grad: it is written to in place")
     for name, tensor in inputs.items():
-        if overlap(out, tensor):
+        if isinstance(tensor, torch.Tensor) and overlap(out, tensor):
             raise ValueError(
-                f"out must not overlap {name}: both hold memory at address {out.data_ptr():#x}"
+                f"out must not overlap {name}: their memory, from addresses {out.data_ptr():#x} "
+                f"and {tensor.data_ptr():#x} on, intersects"
             )
 
 
@@ -221,15 +232,16 @@ def extent(tensor):
 
 def byte_addresses(tensor):
     """Every byte address the tensor's elements occupy, as an int64 CPU tensor."""
-    addresses = torch.tensor([tensor.data_ptr()])
-    for n, stride in zip(tensor.shape, tensor.stride()):
-        steps = torch.arange(n) * stride * tensor.element_size()
+    addresses = torch.tensor([tensor.data_ptr()], device="cpu")
+    itemsize = tensor.element_size()
+    for n, stride in (*zip(tensor.shape, tensor.stride()), (itemsize, None)):
+        steps = torch.arange(n, device="cpu") * (1 if stride is None else stride * itemsize)
         addresses = (addresses.unsqueeze(-1) + steps).flatten()
-    return (addresses.unsqueeze(-1) + torch.arange(tensor.element_size())).flatten()
+    return addresses
 
 
-def check_values(lengths, block_tables, geometry, max_seq_len):
-    """Check the lengths and every live block id.
+def check_lengths(lengths, block_tables, geometry, max_seq_len):
+    """Check seq_lens against the tables and max_seq_len.
 
     Args:    lengths: list of int, seq_lens on the host
     """
@@ -247,11 +259,16 @@ def check_values(lengths, block_tables, geometry, max_seq_len):
                 f"seq_lens[{seq}] = {seq_len} is more than its row of block_tables covers: "
                 f"{block_tables.shape[1]} columns x block size {geometry.block_size} = {covered}"
             )
+
+
+def check_block_ids(lengths, block_tables, geometry):
+    """Check every live block id; on an accelerator this reads block_tables back to the host."""
     if not lengths or not block_tables.shape[1]:
         return
     table = block_tables.cpu()
-    num_live = torch.tensor([ceil_div(seq_len, geometry.block_size) for seq_len in lengths])
-    live = torch.arange(table.shape[1]) < num_live.unsqueeze(1)  # (num_seqs, max_blocks)
+    num_live = [ceil_div(seq_len, geometry.block_size) for seq_len in lengths]
+    columns = torch.arange(table.shape[1], device="cpu")
+    live = columns < torch.tensor(num_live, device="cpu").unsqueeze(1)  # (num_seqs, max_blocks)
     bad = (live & ((table < 0) | (table >= geometry.num_blocks))).nonzero()
     if len(bad):
         seq, column = bad[0].tolist()

@@ -71,7 +71,7 @@ def draw_floor(floors, profiles, *, bytes_per_token):
             [n * bytes_per_token / bandwidth for n in tokens]
             for bandwidth in (profile.bandwidth.high, profile.bandwidth.low)
         )
-        colour = DEVICE_COLOURS[name]
+        colour = DEVICE_COLOURS.get(name, "#117733")
         ax.fill_between(tokens, fast, slow, color=colour, alpha=0.25, linewidth=2)
         ax.plot(tokens, slow, ":", color=colour, label=f"predicted: {name}, published bandwidth")
     _finish(ax, tokens, "time to read K and V once", human_seconds)
@@ -85,6 +85,7 @@ def draw_weights(heads):
     Args:    heads: {title: (tokens,) tensor of weights}
     """
     fig, axes = new_figure(8.0, 1.8 * len(heads), rows=len(heads))
+    axes = [axes] if len(heads) == 1 else list(axes)
     for ax, (title, weights) in zip(axes, heads.items()):
         positions, weights = range(len(weights)), weights.tolist()
         ax.vlines(positions, 1e-9, weights, color="#56B4E9", linewidth=0.6)

@@ -8,12 +8,20 @@ depend on its neighbours, and intermediates are as large as one wave, however lo
 
 import torch
 
-from .checks import FLOATS, check_count, check_out, check_tensors, check_values
+from .checks import (
+    FLOATS,
+    check_block_ids,
+    check_flag,
+    check_lengths,
+    check_out,
+    check_tensors,
+    checked_count,
+)
 from .layouts import gather
 from .options import make_options
 from .partition import ceil_div, waves, whole_blocks
 from .phase1 import partition_states
-from .phase2 import State, empty_state, finish, merge
+from .phase2 import State, finish, float32_math, merge
 from .workspace import NOT_YET
 
 PARTITION_SIZE = 512  # tokens; vLLM's _PARTITION_SIZE
@@ -68,13 +76,15 @@ def paged_attention(
              backend: None or "eager"
              out: where to write, query's shape, its dtype or float32; may be strided, must not
                    share memory with an input
-             validate: False skips the checks that read lengths and block ids
+             validate: False skips the check of block ids, which reads block_tables
              kv_cache_dtype, alibi_slopes, window, softcap, sinks, causal, workspace: not
                    implemented in this version, anything but the default raises
     Returns: out: query's shape and dtype (or `out`), accumulated in float32
              lse: out.shape[:-1], float32, natural log; only with return_lse=True
     Raises:  TypeError, ValueError: the argument, its value, and what it should be
              NotImplementedError: an option of a later version, by name
+    Numbers: float32 throughout, autocast or not (torch.set_float32_matmul_precision still has its
+             say); a partition's sum of weighted values that exceeds float32's range overflows
     Cost:    reads K and V of the live blocks once from the cache and several times from copies of
              a wave (about 2,048 tokens). On an accelerator seq_lens is read back to the host, one
              synchronisation, and block_tables too unless validate=False
@@ -83,6 +93,7 @@ def paged_attention(
     layout, geometry = check_tensors(
         query, key_cache, value_cache, block_tables, seq_lens, layout, kv_cache_dtype
     )
+    check_flag("causal", causal)
     options = make_options(
         query.shape[-2],
         geometry,
@@ -96,9 +107,11 @@ def paged_attention(
         k_scale=k_scale,
         v_scale=v_scale,
     )
-    check_count("max_seq_len", max_seq_len, least=0)
-    check_count("partition_size", partition_size)
-    if backend not in (None, "eager"):
+    max_seq_len = checked_count("max_seq_len", max_seq_len, least=0)
+    partition_size = checked_count("partition_size", partition_size)
+    check_flag("return_lse", return_lse)
+    check_flag("validate", validate)
+    if backend is not None and (not isinstance(backend, str) or backend != "eager"):
         raise ValueError(f'backend must be None or "eager", got {backend!r}')
     _refuse_what_is_to_come(query, key_cache, options, workspace)
     if out is None:
@@ -110,25 +123,32 @@ def paged_attention(
             "value_cache": value_cache,
             "block_tables": block_tables,
             "seq_lens": seq_lens,
+            "k_scale": k_scale,
+            "v_scale": v_scale,
         }
         check_out(out, query, inputs)
     lengths = seq_lens.tolist()
+    check_lengths(lengths, block_tables, geometry, max_seq_len)
     if validate:
-        check_values(lengths, block_tables, geometry, max_seq_len)
+        check_block_ids(lengths, block_tables, geometry)
 
     partition_size = whole_blocks(partition_size or PARTITION_SIZE, geometry.block_size)
     lse = query.new_empty(query.shape[:-1], dtype=torch.float32)
     for seq, seq_len in enumerate(lengths):
-        q = query[seq].reshape(geometry.num_kv_heads, -1, geometry.head_size).float()
-        state = _sequence_state(
-            q * (options.scale * options.k_scale),
-            key_cache,
-            value_cache,
-            block_tables[seq],
-            waves(seq_len, partition_size, WAVE_TOKENS),
-            layout,
-            geometry.block_size,
-        )
+        if seq_len == 0:
+            out[seq], lse[seq] = 0.0, -torch.inf
+            continue
+        q = query[seq].reshape(geometry.num_kv_heads, -1, geometry.head_size).contiguous()
+        with float32_math(query.device):
+            state = _sequence_state(
+                q.float() * options.scale * options.k_scale,
+                key_cache,
+                value_cache,
+                block_tables[seq],
+                waves(seq_len, partition_size, WAVE_TOKENS),
+                layout,
+                geometry.block_size,
+            )
         seq_out, seq_lse = finish(state)
         seq_out = seq_out.view(q.shape) * options.v_scale
         out[seq] = seq_out.view(out[seq].shape)
@@ -158,7 +178,6 @@ def _sequence_state(query, key_cache, value_cache, block_table, waves, layout, b
              block_table: (max_blocks,), one sequence's
     Returns: State of the whole sequence, (num_heads, ...)
     """
-    num_kv_heads, group, head_size = query.shape
     states = []
     for wave in waves:
         blocks = block_table[wave.start // block_size : ceil_div(wave.end, block_size)]
@@ -169,8 +188,6 @@ def _sequence_state(query, key_cache, value_cache, block_table, waves, layout, b
                 query, key[:, :num_tokens], value[:, :num_tokens], wave.num_partitions
             )
         )
-    if not states:
-        return empty_state(query, num_kv_heads * group, head_size)
     if len(states) == 1 and waves[0].num_partitions == 1:  # SingleTile
         return State(*(part[0] for part in states[0]))
     return merge(State(*(torch.cat(parts) for parts in zip(*states))))

@@ -40,7 +40,7 @@ def draw_pool(cache, seq_ids, *, blocks_per_row=6):
                 for seq, start in owners.get(block, ())
                 if start + offset < lens[seq]
             ]
-            colour = SEQUENCE_COLOURS[held[0][0]] if held else UNUSED
+            colour = SEQUENCE_COLOURS[held[0][0] % 6] if held else UNUSED
             _box(ax, left + offset, bottom, 1, 1, colour)
             if held:
                 label = f"{seq_ids[held[0][0]]}{held[0][1]}"

@@ -51,12 +51,13 @@ def random_inputs(
     num_blocks = sum(num_live) + 1
     geometry = Geometry(num_blocks, block_size, num_kv_heads, head_size)
     key_shape, value_shape = cache_shapes(geometry, layout, dtype)
-    generator = torch.Generator().manual_seed(seed)
-    order = torch.randperm(num_blocks, generator=generator).to(torch.int32)
-    tables = torch.full((len(seq_lens), max(num_live, default=0)), -1, dtype=torch.int32)
+    generator = torch.Generator("cpu").manual_seed(seed)
+    order = torch.randperm(num_blocks, generator=generator, device="cpu").to(torch.int32)
+    shape = len(seq_lens), max(num_live, default=0)
+    tables = torch.full(shape, -1, dtype=torch.int32, device="cpu")
     for seq, ids in enumerate(order[:-1].split(num_live)):
         tables[seq, : len(ids)] = ids
-    lens = torch.tensor(seq_lens, dtype=torch.int32)
+    lens = torch.tensor(seq_lens, dtype=torch.int32, device="cpu")
     query_shape = (len(seq_lens), num_heads, head_size)
     if torch.device(device).type == "meta":
         query, key, value = (
@@ -66,7 +67,7 @@ def random_inputs(
         return Inputs(query, key, value, tables, lens)
 
     query, key, value = (
-        torch.empty(shape, dtype=dtype).normal_(generator=generator)
+        torch.empty(shape, dtype=dtype, device="cpu").normal_(generator=generator)
         for shape in (query_shape, key_shape, value_shape)
     )
     query.mul_(2.0)  # logits of standard deviation 2 at scale head_size ** -0.5

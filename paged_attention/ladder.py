@@ -100,7 +100,8 @@ def needed_bytes(settings: Settings, context: int) -> tuple[int, str]:
             inputs = inputs._replace(block_tables=inputs.block_tables.to("meta"))
         peaks[name] = count(_rung(name, inputs, settings, validate=False)).peak_bytes
     largest = max(peaks, key=peaks.get)
-    return 2 * settings.kv_bytes(context) + peaks[largest], largest
+    caches = inputs.key_cache.nbytes + inputs.value_cache.nbytes  # whole blocks, and a spare one
+    return caches + settings.kv_bytes(context) + peaks[largest], largest
 
 
 def longest_context(settings: Settings, usable: int, longest: int) -> int:

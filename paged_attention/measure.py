@@ -83,8 +83,8 @@ def interleaved(
     """
     if rounds < 1:
         raise ValueError(f"rounds={rounds} must be at least 1")
-    if not min_seconds >= 0:
-        raise ValueError(f"min_seconds={min_seconds} must not be negative")
+    if not 0 <= min_seconds < float("inf"):
+        raise ValueError(f"min_seconds={min_seconds} must be finite and not negative")
     trials = {}
     for name, fn in fns.items():
         trials[name] = Trial(fn, device=device, synchronize=synchronize)
@@ -141,10 +141,10 @@ class FloorReader:
             raise ValueError(f"num_bytes={num_bytes} must be at least 1")
         rows = -(-num_bytes // (2 * 4 * _FLOOR_COLUMNS))
         self.key, self.value = (
-            torch.ones(rows, _FLOOR_COLUMNS, device=device),  # ones: every page is real
-            torch.ones(rows, _FLOOR_COLUMNS, device=device),
+            torch.ones(rows, _FLOOR_COLUMNS, dtype=torch.float32, device=device)  # real pages
+            for _ in range(2)
         )
-        self.ones = torch.ones(_FLOOR_COLUMNS, device=device)
+        self.ones = torch.ones(_FLOOR_COLUMNS, dtype=torch.float32, device=device)
         self.num_bytes = 2 * rows * _FLOOR_COLUMNS * 4
 
     def __call__(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -153,7 +153,7 @@ class FloorReader:
 
 def kv_bytes(num_tokens: int, num_kv_heads: int, head_size: int, dtype=torch.float32) -> int:
     """Bytes of K and V together that `num_tokens` cached tokens hold, in one layer."""
-    return 2 * num_tokens * num_kv_heads * head_size * torch.empty((), dtype=dtype).element_size()
+    return 2 * num_tokens * num_kv_heads * head_size * dtype.itemsize
 
 
 def calibrate(device="cpu", *, synchronize=None) -> DeviceProfile:

@@ -4,12 +4,12 @@ The order on a logit is scale, softcap, bias (ALiBi), mask (causal, window); a s
 state merged after all others.
 """
 
-import math
 from dataclasses import dataclass
 from numbers import Integral, Real
 
 import torch
 
+LARGEST = torch.finfo(torch.float32).max
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3", "fp8_e5m2")
 
 
@@ -55,16 +55,14 @@ def make_options(
 
     Raises:  TypeError, ValueError: the argument, its value, and what it should be
     """
-    if not isinstance(causal, bool):
-        raise TypeError(f"causal must be True or False, got {causal!r}")
     if window is not None and not _is(Integral, window):
         raise TypeError(f"window must be a whole number of keys, got {window!r}")
     if window is not None and window < 1:
         raise ValueError(f"window must be at least 1 key, the newest, got {window!r}")
-    if softcap is not None and not _is(Real, softcap):
-        raise TypeError(f"softcap must be a number, got {softcap!r}")
-    if softcap is not None and not 0 < softcap < math.inf:
-        raise ValueError(f"softcap must be finite and greater than 0, got {softcap!r}")
+    if softcap is not None:
+        softcap = _finite("softcap", softcap)
+        if softcap <= 0:
+            raise ValueError(f"softcap must be greater than 0, got {softcap!r}")
     alibi_slopes = _per_head("alibi_slopes", alibi_slopes, num_heads, device)
     sinks = _per_head("sinks", sinks, num_heads, device)
     for name, value in (("window", window), ("alibi_slopes", alibi_slopes)):
@@ -75,7 +73,7 @@ def make_options(
         softcap=softcap,
         alibi_slopes=alibi_slopes,
         causal=causal,
-        window=window,
+        window=None if window is None else int(window),
         sinks=sinks,
         k_scale=_cache_scale("k_scale", k_scale, geometry.num_kv_heads, device),
         v_scale=_cache_scale("v_scale", v_scale, geometry.num_kv_heads, device),
@@ -113,10 +111,11 @@ def _cache_scale(name, value, num_kv_heads, device):
 
 
 def _finite(name, value):
+    """A number as a float, within what float32 can hold."""
     if not _is(Real, value):
         raise TypeError(f"{name} must be a number, got {value!r}")
-    if not math.isfinite(value):
-        raise ValueError(f"{name} must be finite, got {value!r}")
+    if not abs(value) <= LARGEST:  # NaN is no number of that kind either
+        raise ValueError(f"{name} must be finite in float32, got {value!r}")
     return float(value)
 
 

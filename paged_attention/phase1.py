@@ -2,7 +2,7 @@
 
 import torch
 
-from .phase2 import State
+from .phase2 import State, finite
 
 
 def partition_states(query, key, value, num_partitions):
@@ -25,7 +25,7 @@ def partition_states(query, key, value, num_partitions):
     logits = torch.bmm(query, key.float().transpose(1, 2))  # (num_kv_heads, group, tokens)
     logits = logits.view(num_kv_heads, group, num_partitions, width)
     m = logits.amax(dim=-1, keepdim=True)  # (num_kv_heads, group, num_partitions, 1)
-    weights = torch.exp(logits - m)
+    weights = torch.exp(logits - finite(m))
     s = weights.sum(dim=-1)  # (num_kv_heads, group, num_partitions)
     acc = torch.bmm(  # (num_kv_heads * num_partitions, group, head_size)
         weights.transpose(1, 2).reshape(num_kv_heads * num_partitions, group, width),

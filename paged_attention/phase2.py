@@ -12,6 +12,7 @@ and its parts merged in any tree. A finished state is (out, lse) with out = acc 
 lse = m + ln(s); (out, 1, lse) read as (acc, s, m) is again a state, so finished results merge too.
 """
 
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
@@ -37,7 +38,8 @@ def merge_states(outs, lses):
     Raises:  TypeError, ValueError: outs or lses are not floating tensors, their shapes don't
              match, or they lie on different devices. Values are not read: an lse of +inf or NaN
              is a producer's error and comes out as NaN, never as a plausible number.
-    Cost:    reads outs and lses once, writes one float32 copy of outs
+    Numbers: a sum of outs that exceeds float32's range overflows, as does an lse that does
+    Cost:    reads outs and lses once, writes two float32 copies of outs
     Source:  FlashInfer, "recursive attention" (merge of attention states);
              vLLM attention_kernels.cuh, paged_attention_v2_reduce_kernel
     """
@@ -45,7 +47,8 @@ def merge_states(outs, lses):
     lses = lses.float()
     seen = lses != -torch.inf
     acc = outs.float().masked_fill(~seen.unsqueeze(-1), 0.0)
-    out, lse = finish(merge(State(acc, seen.float(), lses)))
+    with float32_math(outs.device):
+        out, lse = finish(merge(State(acc, seen.float(), lses)))
     return out.to(outs.dtype), lse
 
 
@@ -57,22 +60,20 @@ def merge(states):
     """
     num_states, shape, head_size = len(states.m), states.m.shape[1:], states.acc.shape[-1]
     if num_states == 0:
-        return empty_state(states.acc, *shape, head_size)
+        like = states.acc
+        return State(
+            like.new_zeros(*shape, head_size),
+            like.new_zeros(shape),
+            like.new_full(shape, -torch.inf),
+        )
     m = states.m.amax(dim=0)  # (...)
-    weights = torch.exp(states.m - _finite(m))  # (num_states, ...), 0 for an empty state
+    weights = torch.exp(states.m - finite(m))  # (num_states, ...), 0 for an empty state
     acc_s = torch.cat([states.acc, states.s.unsqueeze(-1)], dim=-1)
     merged = torch.bmm(  # (rows, 1, head_size + 1), rows = the product of (...)
         weights.reshape(num_states, -1).t().unsqueeze(1),
         acc_s.reshape(num_states, -1, head_size + 1).transpose(0, 1),
     ).reshape(*shape, head_size + 1)
     return State(merged[..., :-1], merged[..., -1], m)
-
-
-def empty_state(like, *shape):
-    """The state of a query that saw no key; shape is acc's, (..., num_heads, head_size)."""
-    return State(
-        like.new_zeros(shape), like.new_zeros(shape[:-1]), like.new_full(shape[:-1], -torch.inf)
-    )
 
 
 def finish(state):
@@ -82,9 +83,16 @@ def finish(state):
     return out, state.m + torch.log(state.s)
 
 
-def _finite(m):
+def finite(m):
     """m with -inf replaced by 0, so that exp(-inf - m) is 0 and not NaN."""
     return m.masked_fill(m == -torch.inf, 0.0)
+
+
+def float32_math(device):
+    """A context in which autocast, if the caller has it on, leaves GEMMs in float32."""
+    if device.type in ("cpu", "cuda"):
+        return torch.autocast(device.type, enabled=False)
+    return nullcontext()
 
 
 def _check_states(outs, lses):

@@ -7,7 +7,7 @@ defined, and every option is applied in the order it is defined.
 
 import torch
 
-from .checks import check_tensors, check_values
+from .checks import check_block_ids, check_flag, check_lengths, check_tensors
 from .layouts import unpack
 from .options import make_options
 
@@ -63,7 +63,9 @@ def reference_attention(
         k_scale=k_scale,
         v_scale=v_scale,
     )
-    check_values(seq_lens.tolist(), block_tables, geometry, None)
+    check_flag("causal", causal)
+    check_lengths(seq_lens.tolist(), block_tables, geometry, None)
+    check_block_ids(seq_lens.tolist(), block_tables, geometry)
     numbers = (
         key_cache.dtype
     )  # what the bits mean; float8 is moved as bytes, which torch 2.1 needs
@@ -74,7 +76,9 @@ def reference_attention(
         key_cache, value_cache, layout
     )  # (blocks, block_size, kv_heads, head_size)
     k_scale, v_scale = (
-        torch.as_tensor(x, dtype=torch.float64).expand(num_kv_heads, 1, 1).view(num_kv_heads, 1)
+        torch.as_tensor(x, dtype=torch.float64, device=query.device)
+        .expand(num_kv_heads, 1, 1)
+        .view(num_kv_heads, 1)
         for x in (options.k_scale, options.v_scale)
     )
     rows = query if query.dim() == 4 else query.unsqueeze(1)

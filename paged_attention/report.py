@@ -125,7 +125,7 @@ def human_seconds(seconds: float) -> str:
 
 def human_bytes(num_bytes: float) -> str:
     """819 MB, 1.23 GB: three digits, powers of ten."""
-    if num_bytes < 1000:
+    if num_bytes < 999.5:
         return f"{num_bytes:.0f} B"
     for unit, size in (("kB", 1e3), ("MB", 1e6), ("GB", 1e9), ("TB", 1e12)):
         value = num_bytes / size
@@ -139,6 +139,13 @@ def human_bytes(num_bytes: float) -> str:
 
 def refusal(folder: Path, names: tuple[str, ...]) -> str | None:
     """Why `names` can't be written into `folder`, or None. Makes and changes nothing."""
+    try:
+        return _refusal(folder, names)
+    except OSError as error:  # a name that is too long, say
+        return str(error)
+
+
+def _refusal(folder: Path, names: tuple[str, ...]) -> str | None:
     for name in names:
         if (folder / name).is_dir():
             return f"{folder / name} is a folder"

@@ -166,7 +166,7 @@ def _device_measured(stated, touched) -> str:
                 f"fn works on {' and '.join(others)}: pass device=, or synchronize= for all"
             )
         return others[0] if others else "cpu"
-    wanted = str(stated)
+    wanted = "cpu" if torch.device(stated).type == "cpu" else str(stated)
     if wanted == "cuda":
         wanted = f"cuda:{torch.cuda.current_device()}"
     wrong = [device for device in others if device != wanted]

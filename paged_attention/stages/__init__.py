@@ -13,8 +13,8 @@ Args:    query: (num_seqs, num_heads, head_size), fp32/fp16/bf16
          scale: float, multiplies the logits
          partition_size: tokens per partition, rounded up to whole blocks
 Returns: out: like query, accumulated in float32; an empty sequence's row is 0
-Raises:  IndexError: from PyTorch, when a table entry lies outside the pool. The stages check
-         nothing else; `paged_attention.paged_attention` does.
+Raises:  IndexError: from PyTorch, when a live table entry lies past the pool's end. The stages
+         check nothing themselves, and a negative entry wraps around; `paged_attention` checks.
 """
 
 from .batched_gather import batched_gather
