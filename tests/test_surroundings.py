@@ -21,13 +21,12 @@ def call(layout, seq_lens=(50, 7), **options):
 
 
 @in_each_layout
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_autocast_leaves_the_arithmetic_in_float32(layout, dtype):
+def test_autocast_leaves_the_arithmetic_in_float32(layout):
     _, args, options = call(layout, partition_size=16, return_lse=True)
     out, lse = paged_attention(*args, **options)
     states = torch.stack([out, out * 3]), torch.stack([lse, lse + 0.3])
     merged = merge_states(*states)
-    with torch.autocast("cpu", dtype=dtype):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
         assert torch.equal(paged_attention(*args, **options)[0], out)
         assert torch.equal(merge_states(*states)[0], merged[0])
 
