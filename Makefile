@@ -10,12 +10,15 @@ ARGS   ?=
 
 # test-oldest has nothing but torch, numpy, pytest and hypothesis, so it runs all tests except those of
 # what surrounds the package: notebooks, figures, command line, packaging.
-TOOL_TESTS := $(wildcard tests/test_notebook*.py tests/test_project.py tests/test_cli.py \
+TOOL_TESTS := $(wildcard tests/test_notebook*.py tests/test_project.py tests/test_cli.py tests/test_readme.py \
                          tests/test_plots.py tests/test_figures.py)
 UNIT_TESTS := $(filter-out $(TOOL_TESTS),$(wildcard tests/test_*.py))
 
 .PHONY: help run test lab notebooks figures lint test-oldest clean
 
+ifeq ($(strip $(VENV)),)
+$(error VENV is empty: name a folder, or none)
+endif
 ifeq ($(VENV),none)
 PY := $(PYTHON)
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
@@ -31,8 +34,11 @@ endif
 version = @$(PYTHON) -c "import sys; v = sys.version_info; sys.exit(0 if $(1) else \
 	'$(2), and $(PYTHON) is %d.%d: name another with make $(MAKECMDGOALS) PYTHON=...' % v[:2])"
 
-# $(call make_venv,folder): again, if it was left half made
-make_venv = @$(1)/bin/pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(1)
+# $(call make_venv,folder): again, if it was left half made; never over a folder of something else
+make_venv = @$(1)/bin/pip --version >/dev/null 2>&1 || { \
+	if [ -n "$$(ls -A "$(1)" 2>/dev/null)" ] && [ ! -e "$(1)/pyvenv.cfg" ]; then \
+		echo "$(1) is there already and is no virtual environment" >&2; exit 1; fi; \
+	$(PYTHON) -m venv --clear "$(1)"; }
 
 define ruff
 	$(PY) -m ruff check .
@@ -48,7 +54,7 @@ help:
 	@echo "make lint         ruff check and format"
 	@echo "make test-oldest  unit tests on torch 2.1.2 and numpy 1 (a large download)"
 	@echo "make clean        remove .venv, .venv-oldest and caches"
-	@echo "VENV=none         with any of them: the Python at hand, nothing installed"
+	@echo "VENV=none         the Python at hand, nothing installed (test-oldest has a venv of its own)"
 
 run: $(READY)
 	$(call need,torch numpy)
@@ -65,12 +71,13 @@ lint: $(READY)
 
 lab: $(READY)
 	$(call need,torch numpy matplotlib tqdm jupyterlab)
-	$(PY) -m jupyterlab notebooks
+	$(PY) -m jupyterlab notebooks $(ARGS)
 
 notebooks: $(READY)
 	$(call need,torch numpy matplotlib tqdm ipykernel nbconvert)
 	$(PY) -m nbconvert --to notebook --execute --inplace \
-		--ExecutePreprocessor.record_timing=False notebooks/*.ipynb
+		--ExecutePreprocessor.record_timing=False \
+		--ExecutePreprocessor.coalesce_streams=True notebooks/*.ipynb
 
 figures: $(READY)
 	$(call need,torch numpy matplotlib)

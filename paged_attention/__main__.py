@@ -125,7 +125,8 @@ def _parser() -> _Parser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--device", default="cpu", help="cpu, cuda, cuda:1, ... (default: cpu)")
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    add("--device", default=default, help=f"cpu, cuda, cuda:1, ... (default here: {default})")
     add(
         "--context",
         type=_list_of(_positive),

@@ -199,6 +199,8 @@ def _copies_to_host(name: str, inputs, outputs) -> bool:
 
 
 def _is_composite(func) -> bool:
+    if func._schema.name.startswith(_NOT_KERNELS):
+        return False
     key = torch._C.DispatchKey.CompositeImplicitAutograd
     return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key)
 

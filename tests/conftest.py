@@ -1,7 +1,6 @@
-"""For all tests: with two workers, one thread each."""
+"""For all tests: one thread, in workers and in the notebook kernels and commands they start."""
 
 import os
 
-if "PYTEST_XDIST_WORKER" in os.environ:
-    # Workers, and the notebook kernels they start, would otherwise each use every core.
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Two workers with every core each get in each other's way; small tensors gain nothing from more.
+os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -490,3 +490,12 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
         report.write_json(target, {"samples": []})
     assert json.loads(target.read_text())["samples"] == [1.5, 2.5]
     assert files_under(tmp_path) == ["ladder.json"]
+
+
+@quick
+def test_the_defaults_are_the_series_workload():
+    options = cli._parser().parse_args([])
+    assert (options.heads, options.kv_heads, options.head_size) == (24, 4, 256)
+    assert (options.block_size, options.partition_size, options.dtype) == (16, 512, torch.float32)
+    assert options.stages == [*STAGES, "paged_attention"]
+    assert (cli.SHORT, cli.LONGEST) == (1024, 100_000)

@@ -36,6 +36,8 @@ from hypothesis import strategies as st
 
 import paged_attention as package
 from paged_attention import paged_attention, reference_attention
+from paged_attention.counting import count
+from paged_attention.inputs import random_inputs
 
 
 @dataclass
@@ -426,3 +428,17 @@ def test_the_reference_agrees_with_float64_on_ragged_batches(problem):
     right, right_lse, _ = problem.right()
     assert_close(out, right, extra=1e-10)
     assert_close(lse, right_lse, dtype=torch.float64, extra=1e-10, what="lse")
+
+
+@pytest.mark.quick
+def test_intermediates_are_as_large_as_a_wave_however_long_the_sequence():
+    """Beyond a wave, a sequence adds its partitions' states, and nothing that grows faster."""
+
+    def peak(tokens):
+        x = random_inputs(
+            [tokens], num_heads=4, num_kv_heads=2, head_size=32, layout="HND", poison=False
+        )
+        return count(lambda: paged_attention(*x, layout="HND")).peak_bytes
+
+    states = 4 * (32 + 2) * 4 * (65536 - 8192) // 512  # float32 acc, s and m of 4 heads
+    assert peak(65536) - peak(8192) < 4 * states

@@ -1,17 +1,22 @@
 """Every PNG in figures/ is what the JSON beside it draws, and nothing else lies there."""
 
+import functools
 import io
 import json
 import re
+import statistics
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy
 import pytest
+import torch
 
 from paged_attention import plots
-from paged_attention.ladder import RUNGS
+from paged_attention.counting import count
+from paged_attention.ladder import RUNGS, Settings
+from paged_attention.stages import STAGES
 
 matplotlib_image = pytest.importorskip("matplotlib.image")
 
@@ -258,3 +263,31 @@ def test_a_folder_that_is_none_is_named(tmp_path, capsys):
     assert plots.main([]) == 2
     first, second = capsys.readouterr().err.splitlines()
     assert "nowhere is not a folder" in first and "one folder" in second
+
+
+LADDERS = sorted(FIGURES.glob("*/ladder.json"))
+COUNTS = "ops", "gemms", "host_reads", "peak_bytes"
+
+
+@functools.cache
+def counted(name, context, settings):
+    inputs = settings.inputs(context, device="meta")
+    counts = count(lambda: STAGES[name](*inputs, 1.0, partition_size=settings.partition_size))
+    return {k: getattr(counts, k) for k in COUNTS}
+
+
+@pytest.mark.parametrize("path", LADDERS, ids=lambda p: p.parent.name)
+def test_a_ladders_medians_are_its_samples_and_its_counts_the_stages(path):
+    data = json.loads(path.read_text())
+    shape = data["shape"]
+    sizes = "num_heads", "num_kv_heads", "head_size", "block_size", "partition_size"
+    dtype = getattr(torch, shape["dtype"])
+    settings = Settings(dtype=dtype, **{k: shape[k] for k in sizes})
+    for entry in data["contexts"]:
+        assert entry["kv_bytes"] == settings.kv_bytes(entry["context"])
+        assert 0 <= entry["floor"]["num_bytes"] - entry["kv_bytes"] < 2 * 16384
+        for timed in (entry["floor"], *entry["stages"]):
+            assert timed["seconds"] == pytest.approx(statistics.median(timed["samples"]))
+            if timed.get("name") in STAGES:
+                counts = counted(timed["name"], entry["context"], settings)
+                assert {k: timed[k] for k in COUNTS} == counts

@@ -3,12 +3,13 @@
 import gc
 import time
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from paged_attention import counting, timing
 from paged_attention import measure as m
-from paged_attention import timing
 from paged_attention.counting import count
 from paged_attention.inputs import random_inputs
 from paged_attention.stages import STAGES
@@ -547,6 +548,10 @@ def test_the_floor_reads_at_least_the_bytes_asked_for_with_two_products():
     assert floor.num_bytes == 6 * 16384  # whole rows of 4,096 numbers, as many for K as for V
     assert floor.measurement.gemms == floor.measurement.ops == 2
     assert floor.gb_per_second * floor.seconds * 1e9 == pytest.approx(floor.num_bytes)
+    reader = m.FloorReader(6 * 16384)
+    assert reader.key.nbytes + reader.value.nbytes == reader.num_bytes == 6 * 16384
+    reader.value.mul_(2)  # both are read
+    assert [x.tolist() for x in reader()] == [[4096.0] * 3, [8192.0] * 3]
     with pytest.raises(ValueError, match="num_bytes=0"):
         m.floor(0)
 
@@ -563,3 +568,25 @@ def test_calibrate_measures_a_profile():
     assert 1e8 < profile.bandwidth.low <= profile.bandwidth.high < 1e13  # bytes per second
     assert 1e-8 < profile.op_cost.low <= profile.op_cost.high < 1.0
     assert profile.num_sms is None
+
+
+@quick
+def test_a_copy_is_a_host_read_only_from_a_device_to_the_host():
+    there, here, nowhere = (
+        SimpleNamespace(device=torch.device(name)) for name in ("cuda:0", "cpu", "meta")
+    )
+    for name in ("_to_copy", "copy_"):
+        assert counting._copies_to_host(name, [there], [here])
+        assert not counting._copies_to_host(name, [here], [there])
+        assert not counting._copies_to_host(name, [there], [there])
+        assert not counting._copies_to_host(name, [nowhere], [here])
+    assert not counting._copies_to_host("mul", [there], [here])
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_cuda_copies_to_the_host_are_counted():
+    there, here = torch.ones(3, device="cuda"), torch.ones(3)
+    assert count(lambda: there.cpu()).host_reads == 1
+    assert count(lambda: here.copy_(there)).host_reads == 1
+    assert count(lambda: there.copy_(here)).host_reads == 0

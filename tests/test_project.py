@@ -187,6 +187,34 @@ def test_an_interrupted_installation_goes_on_at_the_next_make(tmp_path):
     assert log.read_text().count("-m venv --clear") == 2
 
 
+def test_a_venv_is_not_made_over_another_folder(tmp_path):
+    (tmp_path / "notes.txt").write_text("precious")
+    done = make("run", f"VENV={tmp_path}", f"PYTHON={sys.executable}")
+    assert done.returncode != 0 and "no virtual environment" in done.stdout + done.stderr
+    assert [p.name for p in tmp_path.iterdir()] == ["notes.txt"]
+    assert "VENV is empty" in make("run", "VENV=").stderr
+
+
+@pytest.mark.parametrize(
+    "target, words",
+    [
+        ("run", "-m paged_attention"),
+        ("lab", "-m jupyterlab notebooks"),
+        ("notebooks", "nbconvert --to notebook --execute --inplace"),
+        ("figures", "-m paged_attention.plots figures"),
+        ("lint", "ruff format --check ."),
+        ("lint", "ruff check ."),
+        ("test", "ruff format --check ."),
+    ],
+)
+def test_a_target_runs_what_it_says(target, words):
+    assert words in make("-n", target, "VENV=none", f"PYTHON={sys.executable}").stdout
+
+
+def test_the_oldest_torch_comes_with_numpy_1():
+    assert "'torch==2.1.2' 'numpy<2'" in read("Makefile")
+
+
 def test_help_names_every_target():
     targets = re.search(r"^\.PHONY: (.*)$", read("Makefile"), re.MULTILINE).group(1).split()
     said = make("help").stdout

@@ -1,0 +1,46 @@
+"""The README's ten lines run, and its numbers are those that the notebooks print."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from notebook_cells import code_cells, text_of
+
+from paged_attention import reference_attention
+
+pytestmark = pytest.mark.quick
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+ROWS = re.findall(r"^\| \[\d\d\]\((notebooks/\S+)\) \|(.*)\|$", README, re.MULTILINE)
+
+
+def test_the_ten_lines_run_and_are_right():
+    [example] = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    names = {}
+    exec(example, names)
+    cache, query = names["cache"], names["query"]
+    args = query, cache.key_cache(), cache.value_cache(), names["tables"], names["lens"]
+    expected, _ = reference_attention(*args, layout="HND")
+    assert names["out"].shape == (1, 24, 128)
+    assert torch.allclose(names["out"].double(), expected, atol=1e-5)
+
+
+def test_every_notebook_has_its_row():
+    there = sorted(p.name for p in (ROOT / "notebooks").glob("*.ipynb"))
+    assert [path.removeprefix("notebooks/") for path, _ in ROWS] == there
+
+
+@pytest.mark.parametrize("path, row", ROWS)
+def test_the_numbers_of_a_row_are_printed_by_its_notebook(path, row):
+    printed = " ".join(
+        text_of(o["text"])
+        for cell in code_cells(ROOT / path)
+        if cell.is_claim
+        for o in cell.outputs
+        if "text" in o
+    )
+    claimed = row.split("|")[1].replace("at 100,000 tokens", "")
+    numbers = [n.replace(",", "") for n in re.findall(r"\d+(?:,\d{3})+", claimed)]
+    assert numbers
+    assert [n for n in numbers if n not in re.findall(r"\d+", printed)] == []
