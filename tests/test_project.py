@@ -20,6 +20,7 @@ CORE = [
     "layouts",
     "partition",
     "device",
+    "aliasing",
     "checks",
     "workspace",
     "phase1",
