@@ -17,15 +17,9 @@ from pathlib import Path
 import torch
 
 from . import report
-from .ladder import (
-    RUNGS,
-    USABLE,
-    ContextRun,
-    Settings,
-    describe,
-    longest_context,
-    needed_bytes,
-)
+from .fits import USABLE, longest_context, needed_bytes
+from .ladder import RUNGS, ContextRun, Settings, describe
+from .layouts import lanes_per_piece
 from .machine import available_bytes, device_slug
 from .progress import progress_of
 
@@ -197,7 +191,7 @@ def _settings(parser: _Parser, options) -> Settings:
     device = _device(parser, options.device)
     if options.heads % options.kv_heads:
         parser.error(f"--heads {options.heads} is not a multiple of --kv-heads {options.kv_heads}")
-    x = 16 // torch.empty((), dtype=options.dtype).element_size()
+    x = lanes_per_piece(options.dtype)
     if options.head_size % x:
         parser.error(
             f"--head-size {options.head_size} is not a multiple of {x}, which the vllm layout "

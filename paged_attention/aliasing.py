@@ -36,9 +36,9 @@ def extent(tensor):
 
 def byte_addresses(tensor):
     """Every byte address the tensor's elements occupy, as an int64 CPU tensor."""
-    addresses = torch.tensor([tensor.data_ptr()], device="cpu")
     itemsize = tensor.element_size()
-    for n, stride in (*zip(tensor.shape, tensor.stride()), (itemsize, None)):
-        steps = torch.arange(n, device="cpu") * (1 if stride is None else stride * itemsize)
-        addresses = (addresses.unsqueeze(-1) + steps).flatten()
+    byte_strides = [stride * itemsize for stride in tensor.stride()]
+    addresses = torch.tensor([tensor.data_ptr()], device="cpu")
+    for n, step in zip((*tensor.shape, itemsize), (*byte_strides, 1)):
+        addresses = (addresses.unsqueeze(-1) + step * torch.arange(n, device="cpu")).flatten()
     return addresses

@@ -93,7 +93,6 @@ def paged_attention(
     layout, geometry = check_tensors(
         query, key_cache, value_cache, block_tables, seq_lens, layout, kv_cache_dtype
     )
-    check_flag("causal", causal)
     options = make_options(
         query.shape[-2],
         geometry,

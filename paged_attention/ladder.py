@@ -6,14 +6,12 @@ and all that the table (`report.table`) and the picture (`plots.ladder`) are dra
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from . import machine
-from .counting import count
 from .decode import paged_attention
 from .inputs import random_inputs
 from .measure import FloorReader, kv_bytes
@@ -22,7 +20,6 @@ from .stages import STAGES
 from .timing import Trial
 
 RUNGS = (*STAGES, "paged_attention")
-USABLE = 0.8  # of the available memory: kernels make copies that can't be counted
 
 # A wrong stage is far outside of these, a right one well inside; times the largest output.
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
@@ -82,51 +79,6 @@ def describe(settings: Settings) -> dict:
     }
 
 
-# -- what fits -------------------------------------------------------------------------------
-
-
-@functools.cache
-def needed_bytes(settings: Settings, context: int) -> tuple[int, str]:
-    """Memory that measuring at `context` tokens takes, by counting on meta tensors.
-
-    Returns: bytes: the caches, the floor's copy of them, and the largest of what the stages
-                   allocate at once
-             the stage that is largest
-    """
-    peaks = {"the check": 48 * context * settings.head_size}  # float64 copies of one KV head
-    for name in settings.stages:
-        inputs = settings.inputs(context, device="meta")
-        if name == "paged_attention":  # takes a table beside the caches only
-            inputs = inputs._replace(block_tables=inputs.block_tables.to("meta"))
-        peaks[name] = count(_rung(name, inputs, settings, validate=False)).peak_bytes
-    largest = max(peaks, key=peaks.get)
-    caches = inputs.key_cache.nbytes + inputs.value_cache.nbytes  # whole blocks, and a spare one
-    return caches + settings.kv_bytes(context) + peaks[largest], largest
-
-
-def longest_context(settings: Settings, usable: int, longest: int) -> int:
-    """The longest context up to `longest` that fits `usable` bytes: in whole thousands, if not
-    `longest` itself; 0 if less than a thousand fits."""
-
-    def fits(context):
-        # Without a stage counted, first: a table of a billion blocks is no fun on meta either.
-        return (
-            2 * settings.kv_bytes(context) <= usable
-            and needed_bytes(settings, context)[0] <= usable
-        )
-
-    if fits(longest):
-        return longest
-    low, high = 0, -(-longest // 1000)  # thousands: low fits, high doesn't
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(1000 * middle) else (low, middle)
-    return 1000 * low
-
-
-# -- measuring ---------------------------------------------------------------------------------
-
-
 class ContextRun:
     """The measurement of all stages at one context. `entry()` is valid at any moment: after an
     interrupt it holds what was measured until then."""
@@ -154,7 +106,7 @@ class ContextRun:
         progress.say(f"{self.context:,} tokens: computing the float64 reference")
         expected = _expected(inputs, settings)
         for name in settings.stages:
-            self._try(name, _rung(name, inputs, settings), progress, expected)
+            self._try(name, rung(name, inputs, settings), progress, expected)
 
         round_seconds = sum(
             max(trial.measurement().seconds, _TURN_SECONDS) for trial in self.trials.values()
@@ -221,7 +173,8 @@ class ContextRun:
         }
 
 
-def _rung(name: str, inputs, settings: Settings, **options) -> Callable[[], torch.Tensor]:
+def rung(name: str, inputs, settings: Settings, **options) -> Callable[[], torch.Tensor]:
+    """A call of the named stage, or of the kernel, that takes no arguments."""
     scale = settings.head_size**-0.5
     if name == "paged_attention":
         return lambda: paged_attention(

@@ -55,6 +55,8 @@ def make_options(
 
     Raises:  TypeError, ValueError: the argument, its value, and what it should be
     """
+    if not isinstance(causal, bool):
+        raise TypeError(f"causal must be True or False, got {causal!r}")
     if window is not None and not _is(Integral, window):
         raise TypeError(f"window must be a whole number of keys, got {window!r}")
     if window is not None and window < 1:

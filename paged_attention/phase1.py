@@ -32,9 +32,8 @@ def partition_states(query, key, value, num_partitions):
         value.float().reshape(num_kv_heads * num_partitions, width, head_size),
     ).view(num_kv_heads, num_partitions, group, head_size)
 
-    def by_partition(
-        x,
-    ):  # (num_kv_heads, num_partitions, group, ...) -> (num_partitions, heads, ...)
+    def by_partition(x):
+        # (num_kv_heads, num_partitions, group, ...) -> (num_partitions, num_heads, ...)
         return x.transpose(0, 1).reshape(num_partitions, num_heads, *x.shape[3:])
 
     return State(

@@ -7,7 +7,7 @@ defined, and every option is applied in the order it is defined.
 
 import torch
 
-from .checks import check_block_ids, check_flag, check_lengths, check_tensors
+from .checks import check_block_ids, check_lengths, check_tensors
 from .layouts import unpack
 from .options import make_options
 
@@ -63,18 +63,17 @@ def reference_attention(
         k_scale=k_scale,
         v_scale=v_scale,
     )
-    check_flag("causal", causal)
-    check_lengths(seq_lens.tolist(), block_tables, geometry, None)
-    check_block_ids(seq_lens.tolist(), block_tables, geometry)
-    numbers = (
-        key_cache.dtype
-    )  # what the bits mean; float8 is moved as bytes, which torch 2.1 needs
-    if numbers.itemsize == 1:
+    softcap, window = options.softcap, options.window
+    lengths = seq_lens.tolist()
+    check_lengths(lengths, block_tables, geometry, None)
+    check_block_ids(lengths, block_tables, geometry)
+    meaning = key_cache.dtype  # of a cache's bits; bytes are moved as bytes (torch 2.1 needs it)
+    if meaning == torch.uint8:
+        meaning = getattr(torch, FORMATS[kv_cache_dtype])
+    if meaning.itemsize == 1:
         key_cache, value_cache = key_cache.view(torch.uint8), value_cache.view(torch.uint8)
-        numbers = getattr(torch, FORMATS[kv_cache_dtype]) if numbers == torch.uint8 else numbers
-    key, value = unpack(
-        key_cache, value_cache, layout
-    )  # (blocks, block_size, kv_heads, head_size)
+    # Each (num_blocks, block_size, num_kv_heads, head_size):
+    key, value = unpack(key_cache, value_cache, layout)
     k_scale, v_scale = (
         torch.as_tensor(x, dtype=torch.float64, device=query.device)
         .expand(num_kv_heads, 1, 1)
@@ -86,12 +85,12 @@ def reference_attention(
 
     out = torch.zeros(rows.shape, dtype=torch.float64, device=query.device)
     lse = torch.full(rows.shape[:-1], -torch.inf, dtype=torch.float64, device=query.device)
-    for seq, seq_len in enumerate(seq_lens.tolist()):
+    for seq, seq_len in enumerate(lengths):
         positions = torch.arange(seq_len, device=query.device)
         blocks = block_tables[seq, : -(-seq_len // block_size)].long()
         slots = blocks[positions // block_size], positions % block_size
-        k = key[slots].view(numbers).double() * k_scale  # (seq_len, num_kv_heads, head_size)
-        v = value[slots].view(numbers).double() * v_scale
+        k = key[slots].view(meaning).double() * k_scale  # (seq_len, num_kv_heads, head_size)
+        v = value[slots].view(meaning).double() * v_scale
         for head in range(num_heads):
             kv_head = head // (num_heads // num_kv_heads)
             q = rows[seq, :, head].double()  # (q_len, head_size)

@@ -50,7 +50,6 @@ UNWRAPPERS = {"item", "tolist", "numpy"}
 
 NEVER_HANDED_ON = {"print", "display", *CHECKS}  # only called, by these names
 REFUSED = {"exec", "eval", "get_ipython", "compile", "__import__"}
-COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.Lambda)
 
 NUMBER = re.compile(r"(?<![A-Za-z0-9_])\d")  # one that stands alone: not V2, fp32, H200
 NAMES_WITH_NUMBERS = re.compile(r"\b[Pp]hase [12]\b")

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from paged_attention import __main__ as cli
-from paged_attention import ladder, report
+from paged_attention import fits, ladder, report
 from paged_attention.counting import count
 from paged_attention.stages import STAGES
 
@@ -216,7 +216,7 @@ def test_a_stage_of_nans_is_wrong_and_one_that_raises_spares_the_others(
 
     monkeypatch.setitem(STAGES, "single_bmm", out_of_memory)
     monkeypatch.setitem(STAGES, "single_tile", lambda query, *rest, **options: query * torch.nan)
-    monkeypatch.setattr(ladder, "needed_bytes", lambda settings, context: (0, ""))
+    monkeypatch.setattr(fits, "needed_bytes", lambda settings, context: (0, ""))
     monkeypatch.setattr(cli, "needed_bytes", lambda settings, context: (0, ""))
     stages = "single_bmm,gqa_broadcast,single_tile"
     status, text, _ = run(capsys, "--context", "50", "--stages", stages, "--out", str(tmp_path))
@@ -323,12 +323,12 @@ TINY_SETTINGS = ladder.Settings(
 @quick
 def test_the_longest_context_is_the_last_thousand_that_fits():
     usable = 10_000_000
-    longest = ladder.longest_context(TINY_SETTINGS, usable, 100_000)
+    longest = fits.longest_context(TINY_SETTINGS, usable, 100_000)
     assert longest % 1000 == 0 and 1000 <= longest < 100_000
-    assert ladder.needed_bytes(TINY_SETTINGS, longest)[0] <= usable
-    assert ladder.needed_bytes(TINY_SETTINGS, longest + 1000)[0] > usable
-    assert ladder.longest_context(TINY_SETTINGS, usable, longest - 3) == longest - 3
-    assert ladder.longest_context(TINY_SETTINGS, 1000, 100_000) == 0
+    assert fits.needed_bytes(TINY_SETTINGS, longest)[0] <= usable
+    assert fits.needed_bytes(TINY_SETTINGS, longest + 1000)[0] > usable
+    assert fits.longest_context(TINY_SETTINGS, usable, longest - 3) == longest - 3
+    assert fits.longest_context(TINY_SETTINGS, 1000, 100_000) == 0
 
 
 @quick
@@ -338,7 +338,7 @@ def test_what_a_context_needs_is_the_caches_the_floors_copy_and_the_largest_stag
     peak = count(lambda: STAGES["single_bmm"](*inputs, 1.0)).peak_bytes
     kv_bytes = 2 * 5000 * 4 * 256 * 4
     caches = 2 * (313 + 1) * 16 * 4 * 256 * 4  # in whole blocks, and one to spare
-    assert ladder.needed_bytes(settings, 5000) == (caches + kv_bytes + peak, "single_bmm")
+    assert fits.needed_bytes(settings, 5000) == (caches + kv_bytes + peak, "single_bmm")
     assert peak > 6 * kv_bytes  # K and V of every query head
 
 
@@ -348,7 +348,7 @@ def test_by_default_1024_and_the_longest_that_fits_and_it_says_why(tmp_path, cap
     status, text, _ = run(capsys, "--stages", ",".join(TINY_SETTINGS.stages))
     assert status == 0
     data = json.loads((tmp_path / "figures/cpu/ladder.json").read_text())
-    longest = ladder.longest_context(TINY_SETTINGS, 9_600_000, 100_000)
+    longest = fits.longest_context(TINY_SETTINGS, 9_600_000, 100_000)
     assert [entry["context"] for entry in data["contexts"]] == [1024, longest]
     line = text.splitlines()[0]
     assert line.startswith(f"Contexts: 1,024 and {longest:,} tokens")
