@@ -4,7 +4,7 @@ Counts are exact, the same on every device and on `meta` tensors, which hold no 
 step costs at 100,000 tokens can be counted on a machine that has no memory for 100,000 tokens.
 
     counts = count(lambda: paged_attention(query, key_cache, ...))
-    counts.ops, counts.gemms, counts.host_reads, counts.peak_bytes
+    counts.ops, counts.gemms, counts.host_reads, counts.peak_bytes, counts.largest
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ class Counts:
     gemms:      of those, mm, addmm, bmm, baddbmm, mv, addmv and dot
     host_reads: of those, the ones that make the host wait for a value
     peak_bytes: the most bytes that the call's own storages held at once
+    largest:    elements of the largest tensor that an op made or wrote; views don't count
     by_op:      how often each op ran, by name without the overload: {"bmm": 2, ...}
     devices:    the devices that the ops' tensors live on, as strings: {"cpu", "cuda:0"}
     """
@@ -35,6 +36,7 @@ class Counts:
     gemms: int
     host_reads: int
     peak_bytes: int
+    largest: int
     by_op: Mapping[str, int] = field(repr=False)
     devices: frozenset[str] = field(repr=False)
 
@@ -77,7 +79,7 @@ class OpCounter(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.by_op: Counter[str] = Counter()
-        self.ops = self.gemms = self.host_reads = self.peak_bytes = 0
+        self.ops = self.gemms = self.host_reads = self.peak_bytes = self.largest = 0
         self.devices: set[str] = set()
         self._live: dict[int, _Live] = {}  # by the storage's address
         self._live_bytes = 0  # of _live, some of which nothing may refer to any more
@@ -91,6 +93,7 @@ class OpCounter(TorchDispatchMode):
             self.gemms,
             self.host_reads,
             self.peak_bytes,
+            self.largest,
             dict(self.by_op),
             frozenset(self.devices),
         )
@@ -108,6 +111,8 @@ class OpCounter(TorchDispatchMode):
 
         self.devices.update(str(t.device) for t in (*inputs, *outputs))
         name = func._schema.name.removeprefix("aten::")
+        if not _makes_view(func, name):
+            self.largest = max([self.largest, *(t.numel() for t in outputs)])
         if _counts_as_op(func, name):
             self.ops += 1
             self.by_op[name] += 1
@@ -185,11 +190,15 @@ _NOT_KERNELS = ("prim::", "profiler::")  # record_function's marks, sizes asked 
 def _counts_as_op(func, name: str) -> bool:
     if name.startswith(_NOT_KERNELS) or name.lstrip("_").startswith(("empty", "new_empty")):
         return False
+    return not _makes_view(func, name)
+
+
+def _makes_view(func, name: str) -> bool:
     returns_view = any(
         value.alias_info is not None and not value.alias_info.is_write
         for value in func._schema.returns
     )
-    return not (returns_view or name in _VIEWS_BY_NAME or torch.Tag.inplace_view in func.tags)
+    return returns_view or name in _VIEWS_BY_NAME or torch.Tag.inplace_view in func.tags
 
 
 def _copies_to_host(name: str, inputs, outputs) -> bool:

@@ -6,6 +6,8 @@ a fresh run's, character by character.
 
 import difflib
 import inspect
+import itertools
+import linecache
 import operator
 import reprlib
 
@@ -28,6 +30,7 @@ _OPERATORS = {
     ">=": operator.ge,
     ">": operator.gt,
 }
+_VARIANTS = itertools.count(1)
 
 
 def check(label, value, op, bound):
@@ -60,19 +63,24 @@ def check_fails(label, value, op, bound):
     print(f"{label} {op} {_plain(bound)!r}  fails: caught")
 
 
-def variant(function, old, new):
-    """A stage with one piece of its text replaced, to see what a mistake does.
+def variant(function, edits):
+    """A stage with pieces of its text replaced, to see what a mistake, or an idea, does.
 
-    Args:    function: a function whose file or notebook cell holds it whole, imports included
-             old: a piece of that text that stands in it once;  new: what to put there
-    Returns: the function of the same name, defined by the changed text
-    Raises:  ValueError: old doesn't stand there once
+    Args:    function: a function whose file or notebook cell holds it whole, imports included; or
+                   a variant
+             edits: {piece: what to put there}; each piece stands in the text once
+    Returns: the function of the same name, defined by the changed text; `show_diff` shows it
+    Raises:  ValueError: a piece that doesn't stand there once
     """
     text = "\n".join(_text(function))
-    if text.count(old) != 1:
-        raise ValueError(f"old must stand in {function.__name__} once, got {old!r}")
-    names = {}
-    exec(text.replace(old, new), names)
+    for old, new in edits.items():
+        if text.count(old) != 1:
+            raise ValueError(f"a piece must stand in {function.__name__} once, got {old!r}")
+        text = text.replace(old, new)
+    filename = f"<variant {next(_VARIANTS)} of {function.__name__}>"
+    linecache.cache[filename] = len(text), None, text.splitlines(keepends=True), filename
+    names = {"__name__": filename}
+    exec(compile(text, filename, "exec"), names)
     return names[function.__name__]
 
 

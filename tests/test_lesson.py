@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from paged_attention.lesson import check, check_fails, variant
+from paged_attention.lesson import check, check_fails, show_diff, variant
 from paged_attention.stages import naive_loops
 
 pytestmark = pytest.mark.quick
@@ -37,10 +37,23 @@ def test_a_false_claim_raises_with_value_and_bound(value, op, bound):
         check("label", value, op, bound)
 
 
-def test_a_variant_is_the_stage_with_one_piece_replaced():
+def test_a_variant_is_the_stage_with_pieces_replaced(capsys):
     inputs = torch.ones(1, 2, 4), torch.zeros(1, 1, 1, 4, 4), torch.ones(1, 1, 4, 4)
     args = *inputs, torch.tensor([[0]]), torch.tensor([3]), 1.0
     assert (naive_loops(*args) == 1).all()
-    assert (variant(naive_loops, "if seq_len == 0", "if True")(*args) == 0).all()
+    empty = variant(naive_loops, {"if seq_len == 0": "if True"})
+    assert (empty(*args) == 0).all()
+    both = {"if seq_len == 0": "if True", "torch.zeros_like(query)": "torch.ones_like(query) * 5"}
+    assert (variant(naive_loops, both)(*args) == 5).all()
+    of_a_variant = variant(empty, {"torch.zeros_like(query)": "torch.ones_like(query) * 5"})
+    assert (of_a_variant(*args) == 5).all()
+    show_diff(naive_loops, empty)
+    diff = capsys.readouterr().out.splitlines()
+    assert [line.strip("-+ ") for line in diff if line[0] in "-+"] == [
+        "if seq_len == 0:",
+        "if True:",
+    ]
     with pytest.raises(ValueError, match="must stand in naive_loops once"):
-        variant(naive_loops, "no such piece", "")
+        variant(naive_loops, {"no such piece": ""})
+    with pytest.raises(ValueError, match="must stand in naive_loops once"):
+        variant(naive_loops, {"seq_len": "n"})

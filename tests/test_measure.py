@@ -100,7 +100,15 @@ VIEWS = {
 @pytest.mark.parametrize("fn", VIEWS.values(), ids=VIEWS)
 def test_a_view_is_no_op_and_takes_no_memory(fn):
     counts = count(fn)
-    assert (counts.ops, counts.peak_bytes, dict(counts.by_op)) == (0, 0, {})
+    assert (counts.ops, counts.peak_bytes, counts.largest, dict(counts.by_op)) == (0, 0, 0, {})
+
+
+@quick
+def test_the_largest_tensor_is_the_one_with_most_elements_that_an_op_made():
+    x, y = torch.ones(2, 3), torch.ones(100, dtype=torch.float64)
+    assert count(lambda: (x + 1, x.expand(50, 2, 3))).largest == 6
+    assert count(lambda: x.expand(50, 2, 3) + 1).largest == 300
+    assert count(lambda: (x.clone().flatten(), y.sum(), y[:7].mul_(2))).largest == 7
 
 
 @quick
@@ -117,6 +125,7 @@ def test_a_view_is_no_op_and_takes_no_memory(fn):
 def test_asking_for_memory_is_no_op_but_takes_the_memory(fn):
     counts = count(fn)
     assert counts.ops == 0
+    assert counts.largest == fn().numel()
     assert counts.peak_bytes == fn().numel() * 4
 
 
