@@ -13,6 +13,8 @@ from .report import human_bytes, human_seconds
 
 # Not a stage's colours: these stand for devices.
 DEVICE_COLOURS = {"BI-V100": "#882255", "H200": "#332288"}
+# Nor these, for kinds of operation: Paul Tol's "muted", light and dark in turns.
+KIND_COLOURS = ("#332288", "#DDCC77", "#CC6677", "#117733", "#88CCEE", "#BBBBBB")
 
 
 def draw_costs(measured, floors, *, predicted, shape):
@@ -115,3 +117,22 @@ def _finish(ax, tokens, ylabel, human):
     ax.grid(True, axis="both", which="both", color="#E9E9E9", linewidth=0.6)
     ax.set_axisbelow(True)
     ax.legend(fontsize=8, frameon=False)
+
+
+def draw_breakdown(breakdowns):
+    """Time inside operations, by kind: one stacked bar for each call.
+
+    Args:    breakdowns: {name: {kind: seconds}}, see `breakdown.breakdown`
+    """
+    fig, ax = new_figure(9.0, 0.5 * len(breakdowns) + 1.2)
+    kinds = list(next(iter(breakdowns.values())))
+    for kind, colour in zip(kinds, KIND_COLOURS):
+        lefts, widths = [], []
+        for seconds in breakdowns.values():
+            lefts.append(1e3 * sum(seconds[k] for k in kinds[: kinds.index(kind)]))
+            widths.append(1e3 * seconds[kind])
+        ax.barh(list(breakdowns), widths, left=lefts, color=colour, height=0.7, label=kind)
+    ax.invert_yaxis()
+    ax.set_xlabel("milliseconds inside operations")
+    ax.legend(ncols=len(kinds), fontsize=8, frameon=False, loc="lower left", bbox_to_anchor=(0, 1))
+    return fig

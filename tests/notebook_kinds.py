@@ -17,6 +17,7 @@ ORIGINS = {  # the longest that fits counts
     "time": TIME,
     "timeit": TIME,
     "paged_attention.timing": TIME,
+    "paged_attention.breakdown": TIME,
     _MEASURE: TIME,
     f"{_MEASURE}.profiler_peak_bytes": MEMORY,
     f"{_MEASURE}.allocator_peak_bytes": MEMORY,

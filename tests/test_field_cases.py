@@ -808,11 +808,11 @@ def table_of(judged):
         for number in THE_WHOLE_LIST:
             mine = {r[1:3]: n for r, n in judged.items() if (r[0], r[3]) == (number, device)}
             cells = {column: ["", 0] for column in columns}
-            for (layout, path), count in sorted(mine.items()):
+            for (layout, path), judged_here in sorted(mine.items()):
                 stage = path in STAGE_NAMES
                 cell = cells["stages" if stage else path]
                 cell[0] += str(STAGE_NAMES.index(path) + 1) if stage else layout[0]
-                cell[1] += count
+                cell[1] += judged_here
             line = "".join(
                 f"{''.join(sorted(w)) + f' {n}' if n else '':>12}" for w, n in cells.values()
             )
