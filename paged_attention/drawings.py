@@ -8,8 +8,8 @@ from .partition import ceil_div
 from .plots import style
 
 SEQUENCE_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
-LIGHT = ("#E69F00", "#CC79A7", "#56B4E9")  # of these: text on them is dark
 UNUSED = "#E5E5E5"
+LIGHT = ("#E69F00", "#CC79A7", "#56B4E9", UNUSED)  # text on them is dark
 INK = "#222222"
 
 
@@ -123,6 +123,81 @@ def draw_partitions(seq_lens, partition_size):
     return fig
 
 
+def draw_cells(matrices):
+    """Small matrices, one cell per element: what is live, and what 0, -inf or NaN pads it.
+
+    Args:    matrices: {title: (rows, columns) tensor}, drawn one below the other
+    """
+    heights = [0.36 * len(matrix) + 0.45 for matrix in matrices.values()]
+    fig, axes = new_figure(8.0, sum(heights), rows=len(matrices), height_ratios=heights)
+    for ax, (title, matrix) in zip([axes] if len(matrices) == 1 else axes, matrices.items()):
+        for row, values in enumerate(matrix.tolist()):
+            for column, value in enumerate(values):
+                padding = {"0.0": "0", "-inf": "-inf", "nan": "NaN"}.get(str(value))
+                colour = SEQUENCE_COLOURS[5] if padding == "NaN" else UNUSED
+                colour = colour if padding else SEQUENCE_COLOURS[0]
+                hatch = "/////" if padding == "-inf" else None
+                _box(ax, column, -row, 1, 1, colour, hatch=hatch)
+                text = f"{value:.1f}" if padding is None else padding
+                ax.text(
+                    column + 0.5, 0.5 - row, text,
+                    fontsize=7, color=_text_colour(colour), ha="center", va="center",
+                )  # fmt: skip
+        ax.set_title(title, fontsize=9, loc="left", color=INK)
+        _finish(ax)
+    return fig
+
+
+def draw_groups(kv_head_of):
+    """Which query heads share a KV head: a row of boxes for each KV head.
+
+    Args:    kv_head_of: list of int, the KV head of each query head
+    """
+    num_kv_heads = max(kv_head_of) + 1
+    fig, ax = new_figure(8.0, 0.42 * num_kv_heads + 0.2)
+    for kv_head in range(num_kv_heads):
+        colour = SEQUENCE_COLOURS[kv_head % 6]
+        _box(ax, 0, -1.2 * kv_head, 2.2, 1, colour)
+        ax.text(
+            1.1, 0.5 - 1.2 * kv_head, f"KV head {kv_head}",
+            fontsize=8, color=_text_colour(colour), ha="center", va="center",
+        )  # fmt: skip
+        members = [head for head, k in enumerate(kv_head_of) if k == kv_head]
+        for place, head in enumerate(members):
+            _box(ax, 2.6 + 1.1 * place, -1.2 * kv_head, 1, 1, "white", edge=colour, line=2)
+            ax.text(
+                3.1 + 1.1 * place, 0.5 - 1.2 * kv_head, f"q{head}",
+                fontsize=8, color=INK, ha="center", va="center",
+            )  # fmt: skip
+    _finish(ax)
+    return fig
+
+
+def draw_steps(steps, labels):
+    """Generations as bars, one shade per kind of step.
+
+    Args:    steps: {title: list of int}, the kind of each step in order, an index into labels
+             labels: what the kinds are
+    """
+    fig, ax = new_figure(8.0, 0.42 * len(steps) + 1.0)
+    for row, (title, kinds) in enumerate(steps.items()):
+        for kind in range(len(labels)):
+            spans = [(i, 1) for i, k in enumerate(kinds) if k == kind]
+            ax.broken_barh(spans, (-row, 0.8), color=SEQUENCE_COLOURS[kind], linewidth=0)
+        ax.text(-0.01 * len(kinds), 0.4 - row, title, fontsize=8, ha="right", va="center")
+    for kind, label in enumerate(labels):
+        ax.broken_barh([], (0, 0), color=SEQUENCE_COLOURS[kind], label=label)
+    ax.legend(
+        ncols=len(labels), fontsize=8, frameon=False, loc="lower left", bbox_to_anchor=(0, 1)
+    )
+    ax.set_xlabel("step of the generation")
+    ax.set_yticks([])
+    ax.spines["left"].set_visible(False)
+    ax.autoscale_view()
+    ax.set_xlim(left=0)
+    return fig
+
+
 def draw_path(steps, here):
     """The series as one path, with the steps behind us filled and the one we are at framed.
 
@@ -142,13 +217,13 @@ def draw_path(steps, here):
     return fig
 
 
-def new_figure(width, height, rows=1, columns=1):
+def new_figure(width, height, rows=1, columns=1, **grid):
     """(figure, axes) in the house style, inches; shown only where it is a cell's last value."""
     import matplotlib.pyplot as plt
 
     with style():
         fig, axes = plt.subplots(
-            rows, columns, figsize=(width, height), dpi=110, layout="constrained"
+            rows, columns, figsize=(width, height), dpi=110, layout="constrained", **grid
         )
     plt.close(fig)
     return fig, axes

@@ -80,6 +80,30 @@ def random_inputs(
     return Inputs(*(x.to(device) for x in (query, key, value, tables, lens)))
 
 
+def uniform_inputs(seq_lens, *, num_heads=1, num_kv_heads=1, head_size=16, block_size=16):
+    """A batch whose answer is known: (n - 1) / 2 in each lane for a sequence of n tokens.
+
+    The query is 0, so that all keys weigh the same, and token t's value is t.
+
+    Returns: Inputs, float32, layout "vllm", poisoned as `random_inputs` poisons
+    """
+    inputs = random_inputs(
+        seq_lens,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_size=head_size,
+        block_size=block_size,
+    )
+    inputs.query.zero_()
+    _, values = tokens_of(inputs.key_cache, inputs.value_cache, "vllm")
+    for seq, seq_len in enumerate(seq_lens):
+        blocks = inputs.block_tables[seq, : ceil_div(seq_len, block_size)].long()
+        t = torch.arange(len(blocks) * block_size, dtype=torch.float32)
+        t[seq_len:] = torch.nan
+        values[blocks] = t.view(-1, block_size, 1, 1).expand(-1, -1, num_kv_heads, head_size)
+    return inputs
+
+
 def paged_inputs(query, key, value, *, block_size=16, layout="vllm", seed=0):
     """One sequence's own keys and values, put into a paged cache, one spare block included.
 
