@@ -18,6 +18,7 @@ ORIGINS = {  # the longest that fits counts
     "timeit": TIME,
     "paged_attention.timing": TIME,
     "paged_attention.breakdown": TIME,
+    "paged_attention.compare": TIME,
     _MEASURE: TIME,
     f"{_MEASURE}.profiler_peak_bytes": MEMORY,
     f"{_MEASURE}.allocator_peak_bytes": MEMORY,
