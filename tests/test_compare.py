@@ -7,7 +7,7 @@ from paged_attention.measure import kv_bytes
 from paged_attention.stages import gqa_broadcast, single_bmm
 
 pytestmark = pytest.mark.quick
-SHAPE = dict(num_heads=6, num_kv_heads=2, head_size=8)
+SHAPE = {"num_heads": 6, "num_kv_heads": 2, "head_size": 8}
 
 
 def test_each_stage_is_measured_at_each_length_on_the_same_inputs():
