@@ -23,7 +23,7 @@ def draw_costs(measured, floors, *, predicted, shape):
 
     Args:    measured: {stage: {tokens: Measurement}}
              floors: {tokens: Floor}
-             predicted: {stage: {tokens: seconds}}
+             predicted: {stage: {tokens: Figure in seconds}}, as `cost.predict` gives it
              shape: the workload, in words, for the caption
     """
     fig, (time, memory) = new_figure(9.0, 4.3, columns=2)
@@ -36,10 +36,16 @@ def draw_costs(measured, floors, *, predicted, shape):
         time.fill_between(tokens, low, high, color=colour, alpha=0.2, linewidth=0)
         memory.plot(tokens, [by_tokens[n].peak_bytes for n in tokens], "o-", color=colour)
     for stage, by_tokens in predicted.items():
-        time.plot(
+        bands = [by_tokens[n] for n in tokens]
+        middle = [(band.low * band.high) ** 0.5 for band in bands]
+        time.errorbar(
             tokens,
-            [by_tokens[n] for n in tokens],
-            "o:",
+            middle,
+            yerr=[
+                [m - band.low for m, band in zip(middle, bands)],
+                [band.high - m for m, band in zip(middle, bands)],
+            ],
+            fmt="o:",
             color=STAGE_COLOURS[stage],
             markerfacecolor="none",
             label=f"{stage}, predicted",
