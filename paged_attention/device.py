@@ -26,12 +26,22 @@ class DeviceProfile:
     bandwidth: bytes per second that reading a large tensor reaches
     op_cost: seconds an operation costs whatever its size (dispatch, launch)
     num_sms: multiprocessors, None on a CPU
+    rearrange_bandwidth: bytes per second, read and written together, that a copy reaches which
+          gathers or permutes; None: as fast as bandwidth
+    fresh_page_cost: seconds a byte costs on top when it is the first written to its page: the
+          system has to hand out the page. None where that doesn't happen: a GPU's allocator
+          keeps what it has
+    fresh_from: bytes from which on the allocator asks the system for a temporary anew on each
+          call, None where it never does
     """
 
     name: str
     bandwidth: Figure | None
     op_cost: Figure | None
     num_sms: Figure | None = None
+    rearrange_bandwidth: Figure | None = None
+    fresh_page_cost: Figure | None = None
+    fresh_from: int | None = None
 
 
 _LAUNCH = Figure(
