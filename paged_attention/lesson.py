@@ -72,7 +72,7 @@ def variant(function, edits):
     Returns: the function of the same name, defined by the changed text; `show_diff` shows it
     Raises:  ValueError: a piece that doesn't stand there once
     """
-    text = "\n".join(_text(function))
+    text = "\n".join(_text(function)) + "\n"
     for old, new in edits.items():
         if text.count(old) != 1:
             raise ValueError(f"a piece must stand in {function.__name__} once, got {old!r}")

@@ -50,6 +50,7 @@ ATTRIBUTES = {
     "get_device_properties": DEVICE,
     "is_available": DEVICE,
 }
+PREDICT = "paged_attention.cost.predict"
 EXACT = {"ops", "gemms", "host_reads", "peak_bytes", "by_op"}  # counted, also in a Measurement
 
 
@@ -89,6 +90,9 @@ class Origins:
         """Which of time, memory, picture and device an expression's value holds."""
         if isinstance(node, ast.Attribute) and node.attr in EXACT:
             return set()
+        if isinstance(node, ast.Attribute) and self.origin(called_by(node.value)) == PREDICT:
+            # What is predicted of a published profile is the same everywhere.
+            return set().union(*map(self.kinds, (*node.value.args, *node.value.keywords)))
         if isinstance(node, ast.Attribute) and node.attr in ATTRIBUTES:
             return {ATTRIBUTES[node.attr]}
         origin = self.origin(node)
@@ -104,6 +108,10 @@ class Origins:
             given = set().union(*map(self.kinds, (*node.args, *node.keywords)))
             found -= given & {DEVICE} - self.kinds(node.func)
         return found
+
+
+def called_by(node):
+    return node.func if isinstance(node, ast.Call) else None
 
 
 def names_in(target) -> set[str]:

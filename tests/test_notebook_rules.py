@@ -135,7 +135,9 @@ IMPORTS = """import time, torch, platform
 import matplotlib.pyplot as plt
 from paged_attention import plots
 from paged_attention.counting import count
-from paged_attention.measure import measure, profiler_peak_bytes
+from paged_attention.cost import predict
+from paged_attention.device import PROFILES
+from paged_attention.measure import calibrate, measure, profiler_peak_bytes
 """
 DIFFERS_BY_MACHINE = {
     "a time": "print(measure(fn).seconds)",
@@ -149,6 +151,8 @@ DIFFERS_BY_MACHINE = {
     "a measurement displayed": "m = measure(fn)\nm",
     "a figure from the allocator": "print(torch.cuda.max_memory_allocated())",
     "a figure from the profiler": "print(profiler_peak_bytes(fn))",
+    "a prediction for this machine": "print(predict(name, shape, calibrate()).seconds.low)",
+    "the same by name": "p = calibrate()\nprint(predict(name, shape, profile=p).seconds.low)",
     "a picture": "plots.ladder(rows)",
     "a picture by pyplot": "plt.plot(xs)",
     "a device's name": "print(torch.cuda.get_device_name())",
@@ -161,6 +165,9 @@ DIFFERS_BY_MACHINE = {
 SAME_EVERYWHERE = {
     "counts": "c = count(fn)\nprint(c.ops, c.gemms, c.host_reads, c.peak_bytes)",
     "counts of a measurement": "m = measure(fn)\nprint(m.ops)",
+    "a prediction from published figures": (
+        'band = predict(name, shape, PROFILES["H200"]).seconds\nprint(band.low)'
+    ),
     "counts from a list": "rows = [measure(f) for f in fns]\nfor r in rows:\n    print(r.gemms)",
     "a check on memory": 'check("peak", profiler_peak_bytes(fn), "<=", bound)',
     "a shape on a device": (

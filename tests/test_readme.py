@@ -15,15 +15,36 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 ROWS = re.findall(r"^\| \[\d\d\]\((notebooks/\S+)\) \|(.*)\|$", README, re.MULTILINE)
 
 
-def test_the_ten_lines_run_and_are_right():
-    [example] = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+def example(number):
+    """The names that the README's example defines."""
+    examples = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    assert len(examples) == 2
     names = {}
-    exec(example, names)
+    exec(examples[number], names)
+    return names
+
+
+def test_the_ten_lines_run_and_are_right():
+    names = example(0)
     cache, query = names["cache"], names["query"]
     args = query, cache.key_cache(), cache.value_cache(), names["tables"], names["lens"]
     expected, _ = reference_attention(*args, layout="HND")
     assert names["out"].shape == (1, 24, 128)
     assert torch.allclose(names["out"].double(), expected, atol=1e-5)
+
+
+def test_the_example_of_an_own_cache_runs_and_is_right():
+    names = example(1)
+    tensors = "query", "key_cache", "value_cache", "block_tables", "seq_lens"
+    expected, lse = reference_attention(*(names[n] for n in tensors), layout="NHD", scale=0.125)
+    assert names["out"].shape == (3, 32, 64)
+    assert torch.allclose(names["out"].double(), expected, atol=1e-5)
+    assert torch.allclose(names["lse"].double(), lse, atol=1e-5)
+    assert names["key_cache"].data_ptr() == names["pool"].data_ptr()
+
+
+def test_the_readme_is_short():
+    assert len(README.splitlines()) < 150
 
 
 def test_every_notebook_has_its_row():
