@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -9,9 +10,10 @@ import torch
 from helpers import DTYPES, STAGE_NAMES, lanes_per_chunk
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from paged_attention.cost import Shape, Step, predict, seconds_of
-from paged_attention.counting import count
+from paged_attention.counting import _counts_as_op, count, tensors_in
 from paged_attention.device import PROFILES, DeviceProfile, Figure
 from paged_attention.inputs import random_inputs
 from paged_attention.stage_costs import STAGE_COSTS
@@ -22,7 +24,39 @@ each_stage = pytest.mark.parametrize("stage", STAGE_NAMES)
 WORKLOAD = Shape([100_000])
 
 
-def counted(stage, shape):
+class ByteCounter(TorchDispatchMode):
+    """What each operation reads and writes, from its tensors: dimensions of stride 0 once, the
+    gathered blocks rather than the whole cache, and nothing of what only lends its dtype."""
+
+    def __init__(self):
+        super().__init__()
+        self.read = self.written = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        name = func._schema.name.removeprefix("aten::")
+        if not _counts_as_op(func, name):
+            return result
+        outputs = list(tensors_in(result))
+        inputs = list(tensors_in(args))
+        if name in ("zeros_like", "new_zeros", "new_full"):
+            inputs = []
+        elif name == "copy_":
+            inputs = inputs[1:]
+        elif name == "index":
+            inputs[0] = outputs[0]
+        self.read += sum(map(real_bytes, inputs))
+        self.written += sum(map(real_bytes, outputs))
+        return result
+
+
+def real_bytes(x):
+    sizes = (1 if stride == 0 else size for size, stride in zip(x.shape, x.stride()))
+    return math.prod(sizes) * x.element_size()
+
+
+def on_meta(stage, shape):
+    """A call of the stage on tensors without data."""
     inputs = random_inputs(
         shape.seq_lens,
         num_heads=shape.num_heads,
@@ -32,17 +66,21 @@ def counted(stage, shape):
         dtype=shape.dtype,
         device="meta",
     )
-    return count(lambda: STAGES[stage](*inputs, 0.1, partition_size=shape.partition_size))
+    return lambda: STAGES[stage](*inputs, 0.1, partition_size=shape.partition_size)
 
 
 def assert_as_counted(stage, shape):
-    cost, counts = predict(stage, shape), counted(stage, shape)
+    call = on_meta(stage, shape)
+    cost, counts = predict(stage, shape), count(call)
     assert (cost.ops, cost.gemms, cost.host_reads) == (
         counts.ops,
         counts.gemms,
         counts.host_reads,
     )
     assert cost.temporary_bytes == counts.peak_bytes
+    with ByteCounter() as counter:
+        call()
+    assert (cost.bytes_read, cost.bytes_written) == (counter.read, counter.written)
 
 
 @st.composite
@@ -68,7 +106,7 @@ def shapes(draw):
 
 @each_stage
 @given(shape=shapes())
-def test_ops_gemms_and_peak_are_what_is_counted(stage, shape):
+def test_ops_gemms_bytes_and_peak_are_what_is_counted(stage, shape):
     assert_as_counted(stage, shape)
 
 
@@ -120,6 +158,17 @@ def test_the_series_traffic_in_multiples_of_k_and_v():
     assert 26 < times["single_bmm"] < 26.3
     assert times["gqa_broadcast"] == times["single_tile"]
     assert 6.5 < times["fused_phase2"] < 6.75
+
+
+@pytest.mark.quick
+def test_what_fetches_blocks_and_changes_their_order_is_rearranging():
+    for name in STAGE_NAMES:
+        for step in predict(name, Shape([1600])).steps:
+            ids = {"fetch": 100 * 4, "gather": 100 * (4 + 8)}  # read, and written as int64
+            if step.label in ("fetch", "gather", "reorder", "repeat", "regroup"):
+                assert step.rearranged_bytes == step.bytes_moved - ids.get(step.label, 0)
+            else:
+                assert step.rearranged_bytes == 0
 
 
 @pytest.mark.quick
