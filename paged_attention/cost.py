@@ -115,6 +115,8 @@ def predict(name: str, shape: Shape, profile: DeviceProfile | None = None) -> Co
     """
     if name not in STAGE_COSTS:
         raise ValueError(f"name={name!r} must be one of {', '.join(STAGE_COSTS)}")
+    if profile is not None:
+        _check(profile)
     tape = Tape(fresh_from=None if profile is None else profile.fresh_from)
     STAGE_COSTS[name](tape, shape)
     seconds = None
@@ -143,11 +145,7 @@ def seconds_of(step: Step, profile: DeviceProfile) -> Figure:
     Returns: seconds, as a band: the profile's best figures together, and its worst
     Raises:  ValueError: the profile has no bandwidth or no op_cost
     """
-    for needed in ("bandwidth", "op_cost"):
-        if getattr(profile, needed) is None:
-            raise ValueError(
-                f"profile {profile.name!r} has no {needed}: measure.calibrate measures it"
-            )
+    _check(profile)
     rearrange = profile.rearrange_bandwidth or profile.bandwidth
     streamed = step.bytes_moved - step.rearranged_bytes
     low = (
@@ -164,6 +162,14 @@ def seconds_of(step: Step, profile: DeviceProfile) -> Figure:
         low += step.fresh_bytes * profile.fresh_page_cost.low
         high += step.fresh_bytes * profile.fresh_page_cost.high
     return _band(low, high, profile)
+
+
+def _check(profile: DeviceProfile) -> None:
+    for needed in ("bandwidth", "op_cost"):
+        if getattr(profile, needed) is None:
+            raise ValueError(
+                f"profile {profile.name!r} has no {needed}: measure.calibrate measures it"
+            )
 
 
 def _band(low: float, high: float, profile: DeviceProfile) -> Figure:

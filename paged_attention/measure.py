@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -41,6 +40,7 @@ __all__ = [
 ]
 
 _FLOOR_COLUMNS = 4096
+_MALLOC_KEEPS = 32 * 2**20  # glibc's DEFAULT_MMAP_THRESHOLD_MAX: larger ones go back to the system
 
 
 def measure(
@@ -157,23 +157,66 @@ def kv_bytes(num_tokens: int, num_kv_heads: int, head_size: int, dtype=torch.flo
 
 
 def calibrate(device="cpu", *, synchronize=None) -> DeviceProfile:
-    """Measure this machine's profile: what reading a byte and running an op cost. A second or so.
+    """Measure this machine's profile: what an operation and a byte cost. About two seconds.
 
-    Returns: DeviceProfile, each figure the quartiles of what was measured
+    What is measured looks like decode: the floor's reading; small operations that make their own
+    results, with a view now and then; blocks of K and V put heads first, into memory that was
+    written before, and into memory that the allocator has just been given.
+
+    Returns: DeviceProfile, each figure the quartiles of what was measured; fresh_page_cost and
+             fresh_from on a CPU only
     Raises:  as `measure`
+    Cost:    some 500 MiB of memory
     """
     read = FloorReader(256 * 2**20, device=device)
-    tiny, other = torch.ones(1, device=device), torch.ones(1, device=device)
-    add = partial(torch.add, tiny, other, out=torch.empty(1, device=device))
-    timed = interleaved(
-        {"read": read, "add": add}, device=device, synchronize=synchronize, min_seconds=0.4
+    scores = torch.ones(8, 64, device=device)
+    blocks = torch.ones(1280, 4, 64, 16, 4, device=device)  # 80 MiB: never kept by malloc
+    kept = torch.ones(blocks.numel(), device=device)
+    heads_first = (
+        blocks.permute(1, 0, 3, 2, 4),  # K of the "vllm" layout, then V
+        blocks.view(1280, 4, 256, 16).permute(1, 0, 3, 2),
     )
-    fast, slow = timed["read"].spread
-    bandwidth = Figure(
-        read.num_bytes / slow, read.num_bytes / fast, "B/s", "measured here: mv of 256 MiB"
+
+    def four_ops():
+        row = scores[3]
+        return torch.exp(row - row.amax(dim=-1)).sum(dim=-1)
+
+    def rearrange():
+        for lanes in heads_first:
+            kept.view(lanes.shape).copy_(lanes)
+
+    def rearrange_afresh():
+        for lanes in heads_first:
+            lanes.contiguous()
+
+    fns = {"read": read, "ops": four_ops, "rearrange": rearrange}
+    if torch.device(device).type == "cpu":
+        fns["afresh"] = rearrange_afresh
+    timed = interleaved(fns, device=device, synchronize=synchronize, min_seconds=0.3)
+
+    def rate(name, num_bytes, source):
+        fast, slow = timed[name].spread
+        return Figure(num_bytes / slow, num_bytes / fast, "B/s", f"measured here: {source}")
+
+    fast, slow = timed["ops"].spread
+    fresh_page_cost = None
+    if "afresh" in timed:
+        extra = [t - timed["rearrange"].seconds for t in timed["afresh"].spread]
+        fresh_page_cost = Figure(
+            *(max(0.0, seconds) / (2 * blocks.nbytes) for seconds in extra),
+            "s/B",
+            "measured here: the same copies into fresh memory, less the time of those",
+        )
+    return DeviceProfile(
+        device_name(device),
+        bandwidth=rate("read", read.num_bytes, "mv of 256 MiB"),
+        op_cost=Figure(fast / 4, slow / 4, "s", "measured here: amax, sub, exp, sum of a row"),
+        rearrange_bandwidth=rate(
+            "rearrange", 4 * blocks.nbytes, "80 MiB of blocks put heads first, read and written"
+        ),
+        fresh_page_cost=fresh_page_cost,
+        fresh_from=None if fresh_page_cost is None else _MALLOC_KEEPS,
     )
-    op_cost = Figure(*timed["add"].spread, "s", "measured here: add of two numbers, out given")
-    return DeviceProfile(device_name(device), bandwidth, op_cost)
 
 
 def profiler_peak_bytes(fn: Callable[[], object]) -> int:

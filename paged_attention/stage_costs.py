@@ -11,47 +11,41 @@ a `reshape` whose dimensions already lie one after the other (`_reordered`, `_re
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import NamedTuple
 
 from .layouts import lanes_per_piece
 from .partition import ceil_div, whole_blocks
 from .tape import Tensor
 
 
-class Numbers(NamedTuple):
-    """The sizes of one sequence's step."""
+class Numbers:
+    """The sizes of one sequence's step; those without a word are elements."""
 
-    heads: int
-    kv_heads: int
-    group: int  # num_queries_per_kv
-    head_size: int
-    block_size: int
-    lanes: int  # x of the "vllm" layout
-    itemsize: int  # of query and caches
-    tokens: int
-    blocks: int
-    partitions: int
-    partition_size: int
+    def __init__(self, shape, tokens):
+        self.heads, self.kv_heads = shape.num_heads, shape.num_kv_heads
+        self.group = shape.num_heads // shape.num_kv_heads  # num_queries_per_kv
+        self.head_size, self.block_size = shape.head_size, shape.block_size
+        self.itemsize = shape.dtype.itemsize  # of query and caches, bytes
+        self.lanes = lanes_per_piece(shape.dtype)  # x of the "vllm" layout
+        self.tokens = tokens
+        self.blocks = ceil_div(tokens, shape.block_size)
+        self.partition_size = whole_blocks(shape.partition_size, shape.block_size)
+        self.partitions = ceil_div(tokens, self.partition_size)
+        self.padded = self.partitions * self.partition_size  # tokens
+        self.row = self.heads * self.head_size  # a query, or an output
+        self.maxima = self.heads * self.partitions  # one number per head and partition
+        self.partials = self.heads * self.partitions * self.head_size
 
     def kv(self, tokens):
         """Elements of K, or of V, for so many tokens."""
         return self.kv_heads * tokens * self.head_size
-
-    @property
-    def slots(self):
-        return self.blocks * self.block_size
-
-    @property
-    def padded(self):
-        return self.partitions * self.partition_size
 
 
 def naive_loops(t, shape):
     out, x = _output(t, shape), SimpleNamespace()
     for n in _sequences(t, shape):
         _scale_query(t, n, x)
-        x.k = t.empty("fetch", n.kv(n.slots), n.itemsize)
-        x.v = t.empty("fetch", n.kv(n.slots), n.itemsize)
+        x.k = t.empty("fetch", n.kv(n.blocks * n.block_size), n.itemsize)
+        x.v = t.empty("fetch", n.kv(n.blocks * n.block_size), n.itemsize)
         block = Tensor(n.kv(n.block_size), n.itemsize)
         t.host_read("fetch", times=n.blocks)  # the block ids
         t.rearrange("fetch", block, into=x.k.view(block.numel), times=n.blocks)
@@ -81,7 +75,7 @@ def single_bmm(t, shape):
         x.v = t.rearrange("repeat", _float(t, n, x.v.view(n.kv(n.tokens))), new=repeated)
         _padded_softmax(t, n, x, kv_heads=n.heads)
         normalised = t.op("softmax", x.weights, x.s, new=n.heads * n.padded)
-        x.partial_out = t.gemm("GEMMs", normalised, x.v_padded, new=_partials(n))
+        x.partial_out = t.gemm("GEMMs", normalised, x.v_padded, new=n.partials)
         del normalised  # the stage doesn't name it
         _merge(t, n, x, out)
     return out
@@ -127,12 +121,15 @@ def fused_phase2(t, shape):
 
 
 STAGE_COSTS = {
-    "naive_loops": naive_loops,
-    "batched_gather": batched_gather,
-    "single_bmm": single_bmm,
-    "gqa_broadcast": gqa_broadcast,
-    "single_tile": single_tile,
-    "fused_phase2": fused_phase2,
+    stage.__name__: stage
+    for stage in (
+        naive_loops,
+        batched_gather,
+        single_bmm,
+        gqa_broadcast,
+        single_tile,
+        fused_phase2,
+    )
 }
 
 
@@ -146,24 +143,10 @@ def _output(t, shape):
 
 def _sequences(t, shape):
     """Reads each length on the host, and passes over the empty ones."""
-    partition_size = whole_blocks(shape.partition_size, shape.block_size)
     for tokens in shape.seq_lens:
         t.host_read("set up")
-        if tokens == 0:
-            continue
-        yield Numbers(
-            heads=shape.num_heads,
-            kv_heads=shape.num_kv_heads,
-            group=shape.num_heads // shape.num_kv_heads,
-            head_size=shape.head_size,
-            block_size=shape.block_size,
-            lanes=lanes_per_piece(shape.dtype),
-            itemsize=shape.dtype.itemsize,
-            tokens=tokens,
-            blocks=ceil_div(tokens, shape.block_size),
-            partitions=ceil_div(tokens, partition_size),
-            partition_size=partition_size,
-        )
+        if tokens > 0:
+            yield Numbers(shape, tokens)
 
 
 def _float(t, n, tensor, label="convert"):
@@ -171,13 +154,12 @@ def _float(t, n, tensor, label="convert"):
 
 
 def _scale_query(t, n, x):
-    query = Tensor(n.heads * n.head_size, n.itemsize)
-    x.q = t.op("set up", _float(t, n, query, "set up"), new=query.numel)
+    x.q = t.op("set up", _float(t, n, Tensor(n.row, n.itemsize), "set up"), new=n.row)
 
 
 def _gather(t, n, x):
     x.block_ids = t.op("gather", Tensor(n.blocks, 4), new=n.blocks, itemsize=8)
-    blocks = Tensor(n.kv(n.slots), n.itemsize)
+    blocks = Tensor(n.kv(n.blocks * n.block_size), n.itemsize)
     one_run = n.blocks == 1 or n.block_size == 1  # slots already lie one after the other
     one_piece = n.head_size == n.lanes
     lie_in_order = n.block_size == 1 or (one_piece and (n.blocks == 1 or n.kv_heads == 1))
@@ -213,11 +195,11 @@ def _partition_by_partition(t, n, x, by_einsum):
         x.exp_sums.append(x.s)
         normalised = t.op("softmax", x.weights, x.s, new=logits)
         weigh = t.op if by_einsum and tokens == 1 else t.gemm  # einsum only multiplies then
-        x.partials.append(weigh("GEMMs", normalised, x.v_p, new=n.heads * n.head_size))
+        x.partials.append(weigh("GEMMs", normalised, x.v_p, new=n.row))
         del normalised
-    x.m = t.op("phase 2", *x.max_logits, new=n.heads * n.partitions)
-    x.s = t.op("phase 2", *x.exp_sums, new=n.heads * n.partitions)
-    x.partial_out = t.op("phase 2", *x.partials, new=_partials(n))
+    x.m = t.op("phase 2", *x.max_logits, new=n.maxima)
+    x.s = t.op("phase 2", *x.exp_sums, new=n.maxima)
+    x.partial_out = t.op("phase 2", *x.partials, new=n.partials)
 
 
 def _padded_softmax(t, n, x, kv_heads):
@@ -227,9 +209,9 @@ def _padded_softmax(t, n, x, kv_heads):
     real = x.logits.view(n.heads * n.tokens)
     t.op("pad", t.gemm("GEMMs", x.q, x.k, new=real.numel), into=real)
     del real
-    x.m = t.op("softmax", x.logits, new=n.heads * n.partitions)
+    x.m = t.op("softmax", x.logits, new=n.maxima)
     x.weights = t.op("softmax", t.op("softmax", x.logits, x.m, new=logits), new=logits)
-    x.s = t.op("softmax", x.weights, new=n.heads * n.partitions)
+    x.s = t.op("softmax", x.weights, new=n.maxima)
     x.v_padded = t.op("pad", new=kv_heads * n.padded * n.head_size)
     t.op("pad", x.v, into=x.v_padded.view(x.v.numel))
 
@@ -237,7 +219,7 @@ def _padded_softmax(t, n, x, kv_heads):
 def _all_partitions(t, n, x):
     _padded_softmax(t, n, x, kv_heads=n.kv_heads)
     x.weights = t.op("softmax", x.weights, x.s, new=n.heads * n.padded)
-    x.partial_out = t.gemm("GEMMs", _regrouped(t, n, x.weights), x.v_padded, new=_partials(n))
+    x.partial_out = t.gemm("GEMMs", _regrouped(t, n, x.weights), x.v_padded, new=n.partials)
     x.partial_out = _regrouped(t, n, x.partial_out)
 
 
@@ -248,36 +230,31 @@ def _regrouped(t, n, tensor):
     return t.rearrange("regroup", tensor, new=tensor.numel)
 
 
-def _partials(n):
-    return n.heads * n.partitions * n.head_size
-
-
 def _one_softmax(t, n, x, out):
     logits = n.heads * n.tokens
     x.weights = t.op("softmax", t.gemm("GEMMs", x.q, x.k, new=logits), new=logits)
-    row = out.view(n.heads * n.head_size)
-    t.op("output", t.gemm("GEMMs", x.weights, x.v, new=row.numel), into=row)
+    row = out.view(n.row)
+    t.op("output", t.gemm("GEMMs", x.weights, x.v, new=n.row), into=row)
 
 
 def _merge(t, n, x, out):
-    per_partition = n.heads * n.partitions
     x.global_m = t.op("phase 2", x.m, new=n.heads)
-    shifted = t.op("phase 2", x.m, x.global_m, new=per_partition)
-    shifted = t.op("phase 2", shifted, new=per_partition)  # exp
-    x.rescaled = t.op("phase 2", x.s, shifted, new=per_partition)
+    shifted = t.op("phase 2", x.m, x.global_m, new=n.maxima)
+    shifted = t.op("phase 2", shifted, new=n.maxima)  # exp
+    x.rescaled = t.op("phase 2", x.s, shifted, new=n.maxima)
     del shifted
     x.total = t.op("phase 2", x.rescaled, new=n.heads)
-    x.weights = t.op("phase 2", x.rescaled, x.total, new=per_partition)
-    row = out.view(n.heads * n.head_size)
-    t.op("output", t.gemm("phase 2", x.weights, x.partial_out, new=row.numel), into=row)
+    x.weights = t.op("phase 2", x.rescaled, x.total, new=n.maxima)
+    row = out.view(n.row)
+    t.op("output", t.gemm("phase 2", x.weights, x.partial_out, new=n.row), into=row)
 
 
 def _fused_merge(t, n, x, out):
-    per_partition, row = n.heads * n.partitions, out.view(n.heads * n.head_size)
-    shifted = t.op("phase 2", x.m, t.op("phase 2", x.m, new=n.heads), new=per_partition)
-    shifted = t.op("phase 2", shifted, new=per_partition)  # exp
-    x.rescale = t.op("phase 2", x.s, shifted, new=per_partition)
+    row = out.view(n.row)
+    shifted = t.op("phase 2", x.m, t.op("phase 2", x.m, new=n.heads), new=n.maxima)
+    shifted = t.op("phase 2", shifted, new=n.maxima)  # exp
+    x.rescale = t.op("phase 2", x.s, shifted, new=n.maxima)
     del shifted
     x.total = t.op("phase 2", x.rescale, new=n.heads)
-    reduced = t.gemm("phase 2", x.rescale, x.partial_out, new=row.numel)
-    t.op("output", t.op("phase 2", reduced, x.total, new=row.numel), into=row)
+    reduced = t.gemm("phase 2", x.rescale, x.partial_out, new=n.row)
+    t.op("output", t.op("phase 2", reduced, x.total, new=n.row), into=row)

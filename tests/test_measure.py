@@ -577,6 +577,10 @@ def test_calibrate_measures_a_profile():
     assert 1e8 < profile.bandwidth.low <= profile.bandwidth.high < 1e13  # bytes per second
     assert 1e-8 < profile.op_cost.low <= profile.op_cost.high < 1.0
     assert profile.num_sms is None
+    rearrange, fresh = profile.rearrange_bandwidth, profile.fresh_page_cost
+    assert 1e7 < rearrange.low <= rearrange.high < 1e13
+    assert 0 <= fresh.low <= fresh.high < 1e-6  # seconds per byte
+    assert profile.fresh_from == 32 * 2**20
 
 
 @quick
