@@ -115,8 +115,6 @@ def predict(name: str, shape: Shape, profile: DeviceProfile | None = None) -> Co
     """
     if name not in STAGE_COSTS:
         raise ValueError(f"name={name!r} must be one of {', '.join(STAGE_COSTS)}")
-    if profile is not None:
-        _check(profile)
     tape = Tape(fresh_from=None if profile is None else profile.fresh_from)
     STAGE_COSTS[name](tape, shape)
     seconds = None
@@ -139,13 +137,19 @@ def seconds_of(step: Step, profile: DeviceProfile) -> Figure:
     """How long a step takes: ops x op_cost + bytes / bandwidth, each as the profile has it.
 
     Where the profile knows them, bytes that a copy rearranges go at `rearrange_bandwidth`, and
-    fresh bytes cost `fresh_page_cost` on top.
+    fresh bytes cost `fresh_page_cost` on top. What stays out: Python between operations beyond
+    op_cost, the waiting of host reads on a GPU, arithmetic, caches, and temporaries below
+    `fresh_from` that malloc gives back all the same (what it keeps depends on its past).
 
     Args:    step: one of `predict(name, shape, profile).steps`, of the same profile
     Returns: seconds, as a band: the profile's best figures together, and its worst
     Raises:  ValueError: the profile has no bandwidth or no op_cost
     """
-    _check(profile)
+    for needed in ("bandwidth", "op_cost"):
+        if getattr(profile, needed) is None:
+            raise ValueError(
+                f"profile {profile.name!r} has no {needed}: measure.calibrate measures it"
+            )
     rearrange = profile.rearrange_bandwidth or profile.bandwidth
     streamed = step.bytes_moved - step.rearranged_bytes
     low = (
@@ -162,14 +166,6 @@ def seconds_of(step: Step, profile: DeviceProfile) -> Figure:
         low += step.fresh_bytes * profile.fresh_page_cost.low
         high += step.fresh_bytes * profile.fresh_page_cost.high
     return _band(low, high, profile)
-
-
-def _check(profile: DeviceProfile) -> None:
-    for needed in ("bandwidth", "op_cost"):
-        if getattr(profile, needed) is None:
-            raise ValueError(
-                f"profile {profile.name!r} has no {needed}: measure.calibrate measures it"
-            )
 
 
 def _band(low: float, high: float, profile: DeviceProfile) -> Figure:

@@ -584,6 +584,32 @@ def test_calibrate_measures_a_profile():
 
 
 @quick
+def test_a_profile_follows_from_what_was_timed(monkeypatch):
+    """Bytes over seconds, seconds over operations; the fast end of a band is its quartile's."""
+    spreads = {"read": (0.5, 2.0), "ops": (4.0, 8.0), "rearrange": (3, 5), "afresh": (10, 20)}
+    ran = {}
+
+    def timed(fns, **_):
+        ran.update(fns)
+        return {name: SimpleNamespace(spread=spreads[name], seconds=4.0) for name in fns}
+
+    monkeypatch.setattr(m, "interleaved", timed)
+    profile = m.calibrate("cpu")
+    blocks = 80 * 2**20
+    assert (profile.bandwidth.low, profile.bandwidth.high) == (2**27, 2**29)
+    assert (profile.op_cost.low, profile.op_cost.high) == (1.0, 2.0)
+    assert profile.rearrange_bandwidth.low == 4 * blocks / 5  # K and V, each read and written
+    assert profile.rearrange_bandwidth.high == 4 * blocks / 3
+    assert profile.fresh_page_cost.low == (10 - 4) / (2 * blocks)
+    assert profile.fresh_page_cost.high == (20 - 4) / (2 * blocks)
+
+    assert count(ran["ops"]).ops == 4
+    assert count(ran["rearrange"]).by_op == {"copy_": 2}
+    assert count(ran["rearrange"]).peak_bytes == 0
+    assert count(ran["afresh"]).peak_bytes == blocks  # one at a time
+
+
+@quick
 def test_a_copy_is_a_host_read_only_from_a_device_to_the_host():
     there, here, nowhere = (
         SimpleNamespace(device=torch.device(name)) for name in ("cuda:0", "cpu", "meta")
