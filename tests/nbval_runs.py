@@ -35,8 +35,8 @@ def pytest_runtest_makereport(item, call):
 def run_nbval(folder: Path, notebook: dict, name: str, *options) -> list[dict]:
     """Strict nbval over one notebook, in a folder of its own: what became of each cell."""
     (folder / "notebooks").mkdir(parents=True)
-    if (ROOT / "notebooks" / "data").is_dir():
-        (folder / "notebooks" / "data").symlink_to(ROOT / "notebooks" / "data")
+    for read in ("notebooks/data", "figures"):
+        (folder / read).symlink_to(ROOT / read)
     (folder / "notebooks" / f"{name}.ipynb").write_text(json.dumps(notebook), encoding="utf-8")
     (folder / "conftest.py").write_text(RECORDER)
     (folder / "pytest.ini").write_text("[pytest]\n")
