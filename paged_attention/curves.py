@@ -125,12 +125,13 @@ def _finish(ax, tokens, ylabel, human):
     ax.legend(fontsize=8, frameon=False)
 
 
-def draw_breakdown(breakdowns):
+def draw_breakdown(breakdowns, *, device, shape):
     """Time inside operations, by kind: one stacked bar for each call.
 
     Args:    breakdowns: {name: {kind: seconds}}, see `breakdown.breakdown`
+             device: where they were measured;  shape: the workload, in words, for the caption
     """
-    fig, ax = new_figure(9.0, 0.5 * len(breakdowns) + 1.2)
+    fig, ax = new_figure(9.0, 0.5 * len(breakdowns) + 1.4)
     kinds = list(next(iter(breakdowns.values())))
     for kind, colour in zip(kinds, KIND_COLOURS):
         lefts, widths = [], []
@@ -141,4 +142,5 @@ def draw_breakdown(breakdowns):
     ax.invert_yaxis()
     ax.set_xlabel("milliseconds inside operations")
     ax.legend(ncols=len(kinds), fontsize=8, frameon=False, loc="lower left", bbox_to_anchor=(0, 1))
+    caption(fig, [f"{device_name(device)}, torch {torch.__version__}; {shape}."])
     return fig

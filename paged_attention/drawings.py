@@ -198,6 +198,30 @@ def draw_steps(steps, labels):
     return fig
 
 
+def draw_waves(owners, slots, labels):
+    """Work items on a device that runs `slots` of them at once: a column per wave.
+
+    Args:    owners: list of int, whose item it is, in the order of launch
+             slots: items that run at once;  labels: what the owners are called
+    """
+    num_waves = ceil_div(len(owners), slots)
+    fig, ax = new_figure(9.0, 0.07 * slots + 1.0)
+    for owner, label in enumerate(labels):
+        places = [divmod(i, slots) for i, o in enumerate(owners) if o == owner]
+        colour = SEQUENCE_COLOURS[owner % 6]
+        ax.scatter([], [], marker="s", color=colour, label=label)
+        for wave, slot in places:
+            _box(ax, wave, -slot, 1, 1, colour, line=0.3)
+    for slot in range(len(owners), num_waves * slots):  # nothing left for these
+        _box(ax, num_waves - 1, -(slot % slots), 1, 1, UNUSED, line=0.3)
+    ax.legend(
+        ncols=len(labels), fontsize=8, frameon=False, loc="lower left", bbox_to_anchor=(0, 1)
+    )
+    ax.autoscale_view()
+    ax.set(xlabel="wave", ylabel=f"{slots} slots", yticks=[])
+    return fig
+
+
 def draw_path(steps, here):
     """The series as one path, with the steps behind us filled and the one we are at framed.
 
