@@ -125,6 +125,28 @@ def _finish(ax, tokens, ylabel, human):
     ax.legend(fontsize=8, frameon=False)
 
 
+def draw_lines(measured, *, xlabel, device, shape, floor=None):
+    """Time against anything, log-log: one line for each name, medians with quartiles.
+
+    Args:    measured: {name: {x: Measurement}}
+             xlabel: what x is;  device, shape: for the caption
+             floor: Floor, a dashed line across; None: no line
+    """
+    fig, ax = new_figure(8.0, 3.8)
+    for (name, by_x), colour in zip(measured.items(), KIND_COLOURS[::2]):
+        xs = list(by_x)
+        low, high = zip(*(m.spread for m in by_x.values()))
+        ax.plot(xs, [m.seconds for m in by_x.values()], "o-", color=colour, label=name)
+        ax.fill_between(xs, low, high, color=colour, alpha=0.2, linewidth=0)
+    if floor is not None:
+        label = "floor: K and V read once"
+        ax.axhline(floor.seconds, color=FLOOR_COLOUR, linestyle="--", label=label)
+    _finish(ax, xs, "time a step", human_seconds)
+    ax.set_xlabel(xlabel)
+    caption(fig, [f"{device_name(device)}, torch {torch.__version__}; {shape}."])
+    return fig
+
+
 def draw_breakdown(breakdowns, *, device, shape):
     """Time inside operations, by kind: one stacked bar for each call.
 
