@@ -138,7 +138,7 @@ def draw_cells(matrices):
                 colour = colour if padding else SEQUENCE_COLOURS[0]
                 hatch = "/////" if padding == "-inf" else None
                 _box(ax, column, -row, 1, 1, colour, hatch=hatch)
-                text = f"{value:.1f}" if padding is None else padding
+                text = f"{value:.2g}" if padding is None else padding
                 ax.text(
                     column + 0.5, 0.5 - row, text,
                     fontsize=7, color=_text_colour(colour), ha="center", va="center",
@@ -223,17 +223,18 @@ def draw_waves(owners, slots, labels):
 
 
 def draw_path(steps, here):
-    """The series as one path, with the steps behind us filled and the one we are at framed.
+    """The series as one path, numbered from 00, with the steps behind us filled and the one we are
+    at framed.
 
     Args:    steps: list of str;  here: the current step, one of them
     """
-    fig, ax = new_figure(9.0, 0.75)
+    fig, ax = new_figure(9.0, 0.9)
     for i, step in enumerate(steps):
         done, current = i < steps.index(here), step == here
         colour = "#666666" if done else "white" if current else UNUSED
         _box(ax, 1.1 * i, 0, 1, 1, colour, edge=INK if current else "none", line=2.5)
         ax.text(
-            1.1 * i + 0.5, 0.5, step.replace("_", "\n"),
+            1.1 * i + 0.5, 0.5, f"{i:02d}\n" + step.replace("_", "\n"),
             fontsize=7.5, ha="center", va="center", color="white" if done else INK,
             weight="bold" if current else "normal",
         )  # fmt: skip

@@ -27,6 +27,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paged_attention import paged_attention, reference_attention
+from paged_attention.counting import count
+from paged_attention.inputs import random_inputs
 from paged_attention.stages import STAGES
 
 each_stage = pytest.mark.parametrize("stage", STAGE_NAMES)
@@ -54,6 +56,19 @@ def test_ragged_lengths_around_partition_boundaries(device, stage, num_heads, nu
         out = STAGES[stage](dense.query.to(device), *pool, 0.3, partition_size=partition_size)
         assert out.dtype == torch.float32 and out.shape == dense.query.shape
         assert_close(out, right, extra=rounding(dense, 0.3))
+
+
+@pytest.mark.parametrize("stage", STAGE_NAMES[STAGE_NAMES.index("gqa_broadcast") :])
+@pytest.mark.parametrize("num_heads, num_kv_heads", [(24, 4), (24, 1), (4, 4)])
+@pytest.mark.parametrize("tokens", [300, 5000])
+def test_from_gqa_broadcast_on_no_tensor_is_larger_than_k_padded(
+    stage, num_heads, num_kv_heads, tokens
+):
+    """An assignment broadcasts: with one KV head, V copied for every head gives right results."""
+    inputs = random_inputs([tokens], num_heads=num_heads, num_kv_heads=num_kv_heads, device="meta")
+    whole_partitions = -(-tokens // 512) * 512
+    largest = count(lambda: STAGES[stage](*inputs, 1 / 16)).largest
+    assert largest <= num_kv_heads * whole_partitions * 256
 
 
 @each_stage
