@@ -97,6 +97,11 @@ def check_flag(name, value):
         raise TypeError(f"{name} must be True or False, got {value!r}")
 
 
+def check_backend(backend):
+    if backend is not None and (not isinstance(backend, str) or backend != "eager"):
+        raise ValueError(f'backend must be None or "eager", got {backend!r}')
+
+
 def resolve_layout(key_cache, layout):
     """The layout meant; None is "vllm" for a 5-D key cache."""
     rank = key_cache.dim()

@@ -5,7 +5,10 @@ stands with its source, a figure nobody has published stays None, and a figure t
 device says so. Nothing here is measured at import: `measure.calibrate` measures a profile.
 """
 
+import functools
 from dataclasses import dataclass
+
+import torch
 
 
 @dataclass(frozen=True)
@@ -26,13 +29,31 @@ class DeviceProfile:
     bandwidth: bytes per second that reading a large tensor reaches
     op_cost: seconds an operation costs whatever its size (dispatch, launch)
     num_sms: multiprocessors, None on a CPU
+    wave: bytes of K, or of V, as float32, that a wave may hold; None where it follows from
+        bandwidth and op_cost
     """
 
     name: str
     bandwidth: Figure | None
     op_cost: Figure | None
     num_sms: Figure | None = None
+    wave: Figure | None = None
 
+    @property
+    def wave_bytes(self):
+        """The most bytes of K, or of V, as float32, that are gathered at once.
+
+        Where launches cost, K and V of a wave take ten times as long to read as its operations
+        take to launch: then launches add a tenth.
+        """
+        if self.wave is not None:
+            return int(self.wave.high)
+        launches = OPS_PER_WAVE * self.op_cost.high
+        return int(AMORTISED * launches * self.bandwidth.high / 2)
+
+
+OPS_PER_WAVE = 15  # that Phase 1 launches; a test counts them
+AMORTISED = 10  # times a wave's launches is what its bytes take
 
 _LAUNCH = Figure(
     4e-6,
@@ -47,6 +68,13 @@ PROFILES = {
         "cpu",
         bandwidth=None,  # machines differ by a factor of ten: measure.calibrate("cpu")
         op_cost=None,
+        wave=Figure(
+            4 * 2**20,
+            4 * 2**20,
+            "B",
+            "1,024 tokens of 4 KV heads of 256 lanes, read again from a cache of 2 MiB a core: on "
+            "a 2-core Xeon, waves of a quarter of it were slower, of four times no faster",
+        ),
     ),
     "BI-V100": DeviceProfile(
         "BI-V100",
@@ -67,3 +95,46 @@ PROFILES = {
         num_sms=Figure(132, 132, "", "NVIDIA H200 data sheet (SXM)"),
     ),
 }
+
+
+def profile_of(device):
+    """The profile of the device at hand: a known one by its name, or one read from CUDA's
+    properties; that of a CPU for a CPU and for `meta`, where a CPU's operations are counted."""
+    device = torch.device(device)
+    if device.type in ("cpu", "meta"):
+        return PROFILES["cpu"]
+    if device.type != "cuda":
+        return _accelerator(device.type)
+    return _cuda_profile(torch.cuda.current_device() if device.index is None else device.index)
+
+
+@functools.cache
+def _cuda_profile(index):
+    properties = torch.cuda.get_device_properties(index)
+    for name, profile in PROFILES.items():
+        if name in properties.name:
+            return profile
+    return profile_from_properties(properties)
+
+
+def profile_from_properties(properties):
+    """A profile from `torch.cuda.get_device_properties`.
+
+    Args:    properties: .name and .multi_processor_count; .memory_clock_rate (kHz) and
+                   .memory_bus_width (bits) where this version of torch has them
+    """
+    clock = getattr(properties, "memory_clock_rate", 0)
+    width = getattr(properties, "memory_bus_width", 0)
+    profile = _accelerator(properties.name)
+    bandwidth = profile.bandwidth
+    if clock and width:
+        peak = 2 * clock * 1e3 * width / 8  # two transfers a clock
+        bandwidth = Figure(peak, peak, "B/s", "get_device_properties: memory clock and bus width")
+    count = properties.multi_processor_count
+    num_sms = Figure(count, count, "", "get_device_properties")
+    return DeviceProfile(properties.name, bandwidth, profile.op_cost, num_sms)
+
+
+def _accelerator(name):
+    bandwidth = Figure(1e12, 1e12, "B/s", "not known of this device: assumed")
+    return DeviceProfile(name, bandwidth, _LAUNCH)

@@ -17,6 +17,8 @@ from typing import NamedTuple
 
 import torch
 
+LOWEST = torch.finfo(torch.float32).min  # the m of an empty state that is to be subtracted
+
 
 class State(NamedTuple):
     """A partial softmax, unnormalised, float32."""
@@ -74,6 +76,37 @@ def merge(states):
         acc_s.reshape(num_states, -1, head_size + 1).transpose(0, 1),
     ).reshape(*shape, head_size + 1)
     return State(merged[..., :-1], merged[..., -1], m)
+
+
+def merge_rows(acc_s, m, out_acc_s, out_m):
+    """Merge each row's states into one, writing to memory that is there already.
+
+    The merge of a segmented reduction: a row is one sequence and query head, its states are
+    adjacent, and rows of equally many states come together, so that nothing is padded.
+
+    Args:    acc_s: (rows, num_states, head_size + 1), acc and s side by side, reduced by one GEMM
+             m: (rows, num_states), finite or NaN, overwritten
+             out_acc_s: (rows, 1, head_size + 1), in memory for two rows at least;  out_m: (rows,)
+    """
+    if m.shape[1] == 1:  # SingleTile
+        out_acc_s[: len(m)].copy_(acc_s)
+        out_m.copy_(m.squeeze(1))
+        return
+    torch.amax(m, 1, out=out_m)
+    weights = m.sub_(out_m.unsqueeze(1)).exp_()  # (rows, num_states)
+    batched_gemm(weights.unsqueeze(1), acc_s, out_acc_s)
+
+
+def batched_gemm(a, b, out):
+    """a @ b for each matrix of a batch, into the first of out's, which has room for two at least.
+
+    MKL takes another path for a batch of one, and gives other bits, than for the same matrices in
+    a longer batch. So that bits do not depend on what else is in a batch, one is computed twice.
+    """
+    batch = len(a)
+    if batch == 1:
+        a, b = a.expand(2, -1, -1), b.expand(2, -1, -1)
+    return torch.bmm(a, b, out=out[: len(a)])[:batch]
 
 
 def finish(state):
