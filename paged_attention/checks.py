@@ -232,10 +232,13 @@ def check_block_ids(lengths, block_tables, geometry):
     if not lengths or not block_tables.shape[1]:
         return
     table = block_tables.cpu()
+    outside = (table < 0) | (table >= geometry.num_blocks)  # (num_seqs, max_blocks)
+    if not outside.any():
+        return
     num_live = [ceil_div(seq_len, geometry.block_size) for seq_len in lengths]
     columns = torch.arange(table.shape[1], device="cpu")
-    live = columns < torch.tensor(num_live, device="cpu").unsqueeze(1)  # (num_seqs, max_blocks)
-    bad = (live & ((table < 0) | (table >= geometry.num_blocks))).nonzero()
+    live = columns < torch.tensor(num_live, device="cpu").unsqueeze(1)
+    bad = (live & outside).nonzero()
     if len(bad):
         seq, column = bad[0].tolist()
         raise ValueError(

@@ -146,26 +146,26 @@ def row_offsets(rows, heads, tokens, out):
     """Rows from a block's first to that of (KV head, token).
 
     Args:    heads: (num_kv_heads, 1, 1), 0, 1, 2, ...;  tokens: (block_size,), 0, 1, 2, ...
-             out: (num_kv_heads * block_size,), int64
+             out: a function of a shape that gives a buffer, int64
     Returns: (num_kv_heads, 1, block_size), or (num_kv_heads, 1, 1) where rows are blocks
     """
     num_tokens = 1 if rows.token_step is None else len(tokens)
-    offsets = out[: len(heads) * num_tokens].view(len(heads), 1, num_tokens)
+    if num_tokens == 1 and rows.head_step == 1:
+        return heads
+    offsets = out(len(heads), 1, num_tokens)
     torch.mul(heads.expand_as(offsets), rows.head_step, out=offsets)
-    if rows.token_step is not None:
-        offsets.add_(tokens, alpha=rows.token_step)
-    return offsets
+    return offsets if num_tokens == 1 else offsets.add_(tokens, alpha=rows.token_step)
 
 
 def gather(rows, row_ids, out):
     """Copy rows, in order.
 
     Args:    row_ids: (n,), int64
-             out: (elements of n rows,), the cache's dtype
+             out: as many elements as n rows have, contiguous, the cache's dtype
     Returns: out
     Raises:  IndexError: from PyTorch on a CPU, for a row that isn't in the cache (never wraps)
     Cost:    reads and writes each byte once
     """
-    shape = (len(row_ids), *rows.tensor.shape[1:])
-    torch.index_select(rows.tensor, 0, row_ids, out=out.view(rows.tensor.dtype).view(shape))
+    shape, flat = rows.tensor.shape[1:], out.view(-1).view(rows.tensor.dtype)
+    torch.index_select(rows.tensor, 0, row_ids, out=flat.view(row_ids.numel(), *shape))
     return out

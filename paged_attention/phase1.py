@@ -17,7 +17,7 @@ class WaveBuffers(NamedTuple):
     acc: torch.Tensor  # (items, num_queries_per_kv, head_size), at least two matrices
 
 
-def wave_states(query, buffers, key, value, dead, ones):
+def wave_states(query, key, value, dead, ones, buffers):
     """Reduce equally wide partitions, each on its own.
 
     The query heads that share a KV head are the rows of one matrix, so K and V are used as they

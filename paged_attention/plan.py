@@ -220,8 +220,8 @@ class DecodePlan:
             read = dict(zip(names, inputs), k_scale=scales[0], v_scale=scales[1])
             check_out(out, query, read)
         lse = query.new_empty(query.shape[:-1], dtype=torch.float32) if return_lse else None
-        memory = workspace.reserve(self.workspace_bytes, self.device)
-        run(self._schedule, options, inputs, self.layout, memory, out, lse)
+        views = workspace.views(self._schedule.buffers, self.device)
+        run(self._schedule, options, inputs, self.layout, views, out, lse)
         return (out, lse) if return_lse else out
 
     def _check_shapes(self, inputs, geometry):

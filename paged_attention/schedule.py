@@ -1,7 +1,7 @@
-"""The schedule of a decode step: lengths as work items, waves, segments and buffers.
+"""The schedule of a decode step: its lengths as waves and segments, as tensors and sizes.
 
-Everything that shapes depend on is settled here, on the host, once a step; `stream.py` then runs
-it for every layer and decides nothing.
+Everything that shapes depend on is settled here, on the host, once a step; `stream.py` runs it for
+every layer and decides nothing.
 """
 
 from itertools import chain, groupby
@@ -26,9 +26,14 @@ class Heads(NamedTuple):
 class Wave(NamedTuple):
     """Work items of one width; the tensors are on the device."""
 
+    num_items: int
     width: int
-    items: slice  # among all of the schedule's
+    tokens: torch.Tensor  # (width,), 0, 1, 2, ...
+    ones: torch.Tensor  # (width, 1), float32
     seqs: torch.Tensor  # (items,), int64
+    starts: torch.Tensor  # (items, 1), int64
+    left: torch.Tensor  # (items, 1), int64, tokens from the start to the sequence's end
+    columns: torch.Tensor  # (items, blocks), int64, of the block table
     state_rows: torch.Tensor  # (items * num_heads,), int64, where their states belong
     ragged: bool  # whether an item may end within a block, or before it begins
 
@@ -44,110 +49,122 @@ class Segment(NamedTuple):
 
 
 class Schedule:
-    """Tensors and sizes for a batch of these lengths.
+    """A batch of these lengths, as stream.run takes it.
 
     Args:    lengths: list of int, tokens; with `static`, the most that any may have
-             static: whether the lengths are bounds, and the true ones are read from the device
+             static: whether the lengths are bounds, and the true ones are read on the device
              partition_size: tokens, a multiple of the block size
              wave_tokens: the most tokens of a wave
     """
 
     def __init__(self, lengths, static, heads, partition_size, wave_tokens, device):
         self.heads, self.static = heads, static
-        num_heads, block_size = heads.num_heads, heads.block_size
+        self.num_seqs, self.longest = len(lengths), max(lengths, default=0)
         num_states = [ceil_div(length, partition_size) for length in lengths]
         order = sorted(range(len(lengths)), key=num_states.__getitem__, reverse=True)  # stable
-        in_order = order == list(range(len(lengths)))
-        self.inverse = None if in_order else _tensor(order, device).argsort()
+        in_order = all(place == seq for place, seq in enumerate(order))
+        self.inverse = None if in_order else torch.tensor(order, device="cpu").argsort().to(device)
+        self.segments, first_state = _segments(order, num_states, heads.num_heads)
 
-        self.segments, first_state_of, row, state = [], {}, 0, 0
-        for count, seqs in groupby(order, key=num_states.__getitem__):
-            segment_row, segment_state = row, state
-            for seq in seqs:
-                first_state_of[seq] = state
-                row, state = row + num_heads, state + count * num_heads
-            segment = Segment(segment_row, row - segment_row, segment_state, count)
-            self.segments.append(segment)
-        self.num_states = state
+        self.num_states = sum(num_states) * heads.num_heads
 
-        cut = waves(work_items(lengths, partition_size, block_size), wave_tokens)
-        items = list(chain.from_iterable(cut))
-        self.longest = max((item.start + item.width for item in items), default=0)
-        # Each (items,): sequence, start, first column of the block table, tokens left from there.
-        columns = [
-            (seq, start, start // block_size, lengths[seq] - start) for seq, start, _ in items
+        cut = waves(work_items(lengths, partition_size, heads.block_size), wave_tokens)
+        numbers = [
+            (
+                seq,
+                start,
+                lengths[seq] - start,
+                start // heads.block_size,
+                first_state[seq] + start // partition_size,
+                num_states[seq],
+            )
+            for seq, start, _ in chain.from_iterable(cut)
         ]
-        self.seqs, self.starts, self.columns, self.left = (
-            _tensor(columns, device).view(-1, 4).t().contiguous()
-        )
-        # A row of the merge has its states side by side: a step of 1 from partition to partition,
-        # of the number of partitions from query head to query head.
-        first = [first_state_of[seq] + start // partition_size for seq, start, _ in items]
-        step = [num_states[seq] for seq, _, _ in items]
-        state_rows = torch.arange(num_heads, device="cpu") * _tensor(step).unsqueeze(1)
-        state_rows = (state_rows + _tensor(first).unsqueeze(1)).to(device)  # (items, num_heads)
+        numbers = torch.tensor(numbers, dtype=torch.int64, device="cpu").view(-1, 6).to(device)
+        self.widest = max((wave[0].width for wave in cut), default=0)
+        count = max(self.widest, heads.block_size, heads.num_heads)
+        self.counting = torch.arange(count, device=device)  # 0, 1, 2, ...
+        self.ones = torch.ones(self.widest, 1, dtype=torch.float32, device=device)
+        self.slots = self.counting[: heads.block_size]
+        self.kv_heads = self.counting[: heads.num_kv_heads].view(-1, 1, 1)
         self.waves, first = [], 0
         for wave in cut:
-            width, some = wave[0].width, slice(first, first + len(wave))
-            ragged = static or any(lengths[seq] - start < width for seq, start, _ in wave)
-            rows = state_rows[some].view(-1)
-            self.waves.append(Wave(width, some, self.seqs[some], rows, ragged))
+            rows = numbers[first : first + len(wave)]
+            self.waves.append(self._wave(wave[0].width, rows, static or _is_ragged(wave, lengths)))
             first += len(wave)
+        self.buffers = Buffers(self._sizes())
 
-        widest = max((wave.width for wave in self.waves), default=1)
-        self.tokens = torch.arange(max(widest, block_size), device=device)
-        self.ones = torch.ones(widest, 1, dtype=torch.float32, device=device)
-        self.kv_heads = torch.arange(heads.num_kv_heads, device=device).view(-1, 1, 1)
-        self.buffers = Buffers(self._shapes(len(lengths), len(items)))
+    def _wave(self, width, numbers, ragged):
+        """The tensors of some work items, `numbers` of each as listed above."""
+        seqs, starts, left, columns, first, step = numbers.split(1, dim=1)  # each (items, 1)
+        # A row of the merge has its states side by side: a step of 1 from partition to partition,
+        # of the number of partitions from query head to query head.
+        state_rows = first + step * self.counting[: self.heads.num_heads]  # (items, num_heads)
+        return Wave(
+            num_items=len(numbers),
+            width=width,
+            tokens=self.counting[:width],
+            ones=self.ones[:width],
+            seqs=seqs.squeeze(1),
+            starts=starts,
+            left=left,
+            columns=columns + self.counting[: width // self.heads.block_size],
+            state_rows=state_rows.view(-1),
+            ragged=ragged,
+        )
 
-    def _shapes(self, num_seqs, num_items):
-        """name -> (dtype, shape) of every intermediate; a wave's are as large as any wave's."""
+    def _sizes(self):
+        """name -> (dtype, elements) of every intermediate; a wave's are as large as any wave's."""
         num_heads, num_kv_heads, head_size, block_size, dtype = self.heads
         group = num_heads // num_kv_heads
-        most = max((len(wave.seqs) for wave in self.waves), default=0)
-        most_tokens = max((len(wave.seqs) * wave.width for wave in self.waves), default=0)
-        matrices = max(2, most * num_kv_heads)  # batched_gemm wants room for two
-        logits = max(
-            (max(2, len(wave.seqs) * num_kv_heads) * wave.width for wave in self.waves), default=0
-        )
-        rows = num_seqs * num_heads
-        floats = {
-            "query": (num_seqs, num_heads, head_size),
-            "wave_query": (most, num_heads, head_size),
-            "kv": (most_tokens * num_kv_heads * head_size,),
-            "logits": (logits * group,),
-            "wave_m": (matrices, group, 1),
-            "wave_s": (matrices, group, 1),
-            "wave_acc": (matrices, group, head_size),
-            "acc_s": (self.num_states, head_size + 1),
-            "m": (self.num_states,),
-            "merged_acc_s": (rows + 1, 1, head_size + 1),
-            "merged_m": (rows,),
-            "sorted_acc_s": (0 if self.inverse is None else rows, head_size + 1),
-            "sorted_m": (0 if self.inverse is None else rows,),
+        items = max((wave.num_items for wave in self.waves), default=0)
+        tokens = max((wave.num_items * wave.width for wave in self.waves), default=0)
+        matrices = max(2, items * num_kv_heads)  # batched_gemm wants room for two
+        logits = group * max(2 * self.widest, tokens * num_kv_heads)
+        rows = self.num_seqs * num_heads
+        moved = 0 if self.inverse is None else rows
+        sizes = {
+            "query": (torch.float32, rows * head_size),
+            "wave_query": (torch.float32, items * num_heads * head_size),
+            "kv": (torch.float32, tokens * num_kv_heads * head_size),
+            "logits": (torch.float32, logits),
+            "wave_m": (torch.float32, matrices * group),
+            "wave_s": (torch.float32, matrices * group),
+            "wave_acc": (torch.float32, matrices * group * head_size),
+            "acc_s": (torch.float32, self.num_states * (head_size + 1)),
+            "m": (torch.float32, self.num_states),
+            "merged_acc_s": (torch.float32, (rows + 1) * (head_size + 1)),
+            "merged_m": (torch.float32, rows),
+            "sorted_acc_s": (torch.float32, moved * (head_size + 1)),
+            "sorted_m": (torch.float32, moved),
+            "empty": (torch.bool, rows),
+            "places": (torch.int64, tokens // block_size),
+            "block_ids": (torch.int64, tokens // block_size),
+            "row_ids": (torch.int64, tokens * num_kv_heads),
+            "key_offsets": (torch.int64, num_kv_heads * block_size),
+            "value_offsets": (torch.int64, num_kv_heads * block_size),
+            "dead": (torch.bool, tokens),
         }
-        longs = {
-            "seq_lens": (num_seqs,),
-            "left": (num_items,),
-            "first": (num_items,),
-            "places": (most_tokens // block_size,),
-            "block_ids": (most_tokens // block_size,),
-            "key_offsets": (num_kv_heads * block_size,),
-            "value_offsets": (num_kv_heads * block_size,),
-            "row_ids": (most_tokens * num_kv_heads,),
-        }
-        bools = {
-            "dead": (most_tokens,),
-            "dead_blocks": (most_tokens // block_size,),
-            "empty": (num_seqs, num_heads, 1),
-        }
-        shapes = {name: (torch.float32, shape) for name, shape in floats.items()}
-        shapes.update({name: (torch.int64, shape) for name, shape in longs.items()})
-        shapes.update({name: (torch.bool, shape) for name, shape in bools.items()})
         if dtype != torch.float32:
-            shapes["raw"] = dtype, floats["kv"]
-        return shapes
+            sizes["raw"] = dtype, tokens * num_kv_heads * head_size
+        if self.static:
+            sizes["seq_lens"] = torch.int64, self.num_seqs
+            sizes["left"] = torch.int64, items
+            sizes["dead_blocks"] = torch.bool, tokens // block_size
+        return sizes
 
 
-def _tensor(numbers, device="cpu"):
-    return torch.tensor(numbers, dtype=torch.int64, device="cpu").to(device)
+def _segments(order, num_states, num_heads):
+    """The segments, and for each sequence the first of its states."""
+    segments, first_state, row, state = [], {}, 0, 0
+    for count, seqs in groupby(order, key=num_states.__getitem__):
+        first = row, state
+        for seq in seqs:
+            first_state[seq] = state
+            row, state = row + num_heads, state + count * num_heads
+        segments.append(Segment(first[0], row - first[0], first[1], count))
+    return segments, first_state
+
+
+def _is_ragged(wave, lengths):
+    return any(lengths[seq] - start < width for seq, start, width in wave)

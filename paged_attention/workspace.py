@@ -20,7 +20,7 @@ class Workspace:
 
     def __init__(self, device=None):
         self.device = None if device is None else torch.empty(0, device=device).device
-        self._memory = None
+        self._memory = self._views = None
 
     @property
     def nbytes(self):
@@ -33,10 +33,10 @@ class Workspace:
 
     def clear(self):
         """Let go of the memory; the next call takes new one."""
-        self._memory = None
+        self._memory = self._views = None
 
-    def reserve(self, num_bytes, device):
-        """The buffer, of num_bytes at least.
+    def views(self, buffers, device):
+        """Views of the memory as these buffers, remembered until other ones are asked for.
 
         Raises:  ValueError: the workspace lies on another device
         """
@@ -44,35 +44,55 @@ class Workspace:
             self.device = device
         if self.device != device:
             raise ValueError(f"workspace must be on {device} like query, got {self.device}")
-        memory = self._memory  # another thread may clear it
-        if memory is None or 4 * memory.numel() < num_bytes:
-            with torch.inference_mode(False):  # or it couldn't be written to outside of that mode
-                memory = torch.empty(-(-num_bytes // 4), dtype=torch.float32, device=device)
-            self._memory = memory
-        return memory
+        views = self._views  # held here: another thread may clear the workspace
+        if views is None or views.buffers is not buffers:
+            memory = self._memory
+            if memory is None or 4 * memory.numel() < buffers.nbytes:
+                with torch.inference_mode(False):  # what is made in it can't be written to outside
+                    memory = torch.empty(buffers.nbytes // 4, dtype=torch.float32, device=device)
+                self._memory = memory
+            views = self._views = Views(buffers, memory)
+        return views
 
 
 class Buffers:
-    """Named buffers, one after the other in one piece of memory: sizes first, then views."""
+    """Sizes of named buffers, laid one after the other.
 
-    def __init__(self, shapes):
-        """shapes: name -> (dtype, shape)"""
-        self._places, self.nbytes = {}, 0
-        for name, (dtype, shape) in shapes.items():
-            numel = 1
-            for n in shape:
-                numel *= n
-            self._places[name] = self.nbytes // 4, dtype, numel, shape
+    Args:    sizes: name -> (dtype, number of elements)
+    """
+
+    def __init__(self, sizes):
+        self.places, self.nbytes = {}, 0
+        for name, (dtype, numel) in sizes.items():
+            self.places[name] = self.nbytes, dtype
             self.nbytes += -(-numel * dtype.itemsize // ALIGNMENT) * ALIGNMENT
 
-    def views(self, memory):
-        """name -> its buffer, a view of memory"""
-        views = {}
-        for name, (first, dtype, numel, shape) in self._places.items():
-            words = -(-numel * dtype.itemsize // 4)
-            flat = memory[first : first + words].view(dtype)
-            views[name] = flat[:numel].view(shape)
-        return views
+
+class Views:
+    """Buffers as tensors: `views("logits", 8, 6, 1024)`. A view is made once."""
+
+    def __init__(self, buffers, memory):
+        self.buffers, self._made, self._typed = buffers, {}, {torch.float32: memory}
+
+    def __call__(self, name, *shape, dtype=None):
+        """The beginning of a buffer, contiguous, of its own dtype unless another is given."""
+        view = self._made.get((name, shape, dtype))
+        if view is None:
+            first_byte, own_dtype = self.buffers.places[name]
+            typed = self._as(dtype or own_dtype)
+            strides, numel = [], 1
+            for n in reversed(shape):
+                strides.append(numel)
+                numel *= n
+            view = typed.as_strided(shape, strides[::-1], first_byte // typed.itemsize)
+            self._made[name, shape, dtype] = view
+        return view
+
+    def _as(self, dtype):
+        """All of the memory, in a dtype."""
+        if dtype not in self._typed:
+            self._typed[dtype] = self._typed[torch.float32].view(dtype)
+        return self._typed[dtype]
 
 
 # The one piece of global state: a workspace for each (device, stream, thread), for calls that were
