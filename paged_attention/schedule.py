@@ -87,31 +87,32 @@ class Schedule:
         self.ones = torch.ones(self.widest, 1, dtype=torch.float32, device=device)
         self.slots = self.counting[: heads.block_size]
         self.kv_heads = self.counting[: heads.num_kv_heads].view(-1, 1, 1)
-        self.waves, first = [], 0
-        for wave in cut:
-            rows = numbers[first : first + len(wave)]
-            self.waves.append(self._wave(wave[0].width, rows, static or _is_ragged(wave, lengths)))
-            first += len(wave)
-        self.buffers = Buffers(self._sizes())
-
-    def _wave(self, width, numbers, ragged):
-        """The tensors of some work items, `numbers` of each as listed above."""
-        seqs, starts, left, columns, first, step = numbers.split(1, dim=1)  # each (items, 1)
+        seqs, starts, left, columns, first, step = numbers.t()  # each (items,)
         # A row of the merge has its states side by side: a step of 1 from partition to partition,
         # of the number of partitions from query head to query head.
-        state_rows = first + step * self.counting[: self.heads.num_heads]  # (items, num_heads)
-        return Wave(
-            num_items=len(numbers),
-            width=width,
-            tokens=self.counting[:width],
-            ones=self.ones[:width],
-            seqs=seqs.squeeze(1),
-            starts=starts,
-            left=left,
-            columns=columns + self.counting[: width // self.heads.block_size],
-            state_rows=state_rows.view(-1),
-            ragged=ragged,
-        )
+        query_heads = self.counting[: heads.num_heads]
+        state_rows = first.unsqueeze(1) + step.unsqueeze(1) * query_heads  # (items, num_heads)
+        self.waves, end = [], 0
+        for wave in cut:
+            width = wave[0].width
+            some = slice(end, end + len(wave))
+            end = some.stop
+            self.waves.append(
+                Wave(
+                    num_items=len(wave),
+                    width=width,
+                    tokens=self.counting[:width],
+                    ones=self.ones[:width],
+                    seqs=seqs[some],
+                    starts=starts[some].unsqueeze(1),
+                    left=left[some].unsqueeze(1),
+                    columns=columns[some].unsqueeze(1)
+                    + self.counting[: width // heads.block_size],
+                    state_rows=state_rows[some].view(-1),
+                    ragged=static or _is_ragged(wave, lengths),
+                )
+            )
+        self.buffers = Buffers(self._sizes())
 
     def _sizes(self):
         """name -> (dtype, elements) of every intermediate; a wave's are as large as any wave's."""

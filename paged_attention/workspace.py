@@ -48,7 +48,7 @@ class Workspace:
         if views is None or views.buffers is not buffers:
             memory = self._memory
             if memory is None or 4 * memory.numel() < buffers.nbytes:
-                with torch.inference_mode(False):  # what is made in it can't be written to outside
+                with torch.inference_mode(False):  # or it couldn't be written to outside of it
                     memory = torch.empty(buffers.nbytes // 4, dtype=torch.float32, device=device)
                 self._memory = memory
             views = self._views = Views(buffers, memory)
@@ -91,7 +91,8 @@ class Views:
     def _as(self, dtype):
         """All of the memory, in a dtype."""
         if dtype not in self._typed:
-            self._typed[dtype] = self._typed[torch.float32].view(dtype)
+            with torch.inference_mode(False):  # as above
+                self._typed[dtype] = self._typed[torch.float32].view(dtype)
         return self._typed[dtype]
 
 
