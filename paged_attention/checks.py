@@ -179,6 +179,13 @@ def checked_count(name, value, least=1):
     return int(value)
 
 
+def required_count(name, value, least=1):
+    """As checked_count, for what has no default."""
+    if value is None:
+        raise TypeError(f"{name} must be a whole number, got None")
+    return checked_count(name, value, least)
+
+
 def check_out(out, query, inputs):
     """`out` has query's shape, its dtype or float32, its device, and shares memory with nothing.
 

@@ -167,5 +167,14 @@ def gather(rows, row_ids, out):
     Cost:    reads and writes each byte once
     """
     shape, flat = rows.tensor.shape[1:], out.view(-1).view(rows.tensor.dtype)
-    torch.index_select(rows.tensor, 0, row_ids, out=flat.view(row_ids.numel(), *shape))
+    select(rows.tensor, row_ids, flat.view(row_ids.numel(), *shape))
     return out
+
+
+def select(source, index, out):
+    """source[index] along the first dimension, into out."""
+    if (
+        out.is_meta
+    ):  # where torch 2.1's index_select would resize out; without values, any copy does
+        return out.copy_(source[:1].expand_as(out))
+    return torch.index_select(source, 0, index, out=out)

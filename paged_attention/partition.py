@@ -59,7 +59,9 @@ def waves(items, wave_tokens):
     return [
         alike[first:end]
         for width, alike in by_width.items()
-        for first, end in even_shares(len(alike), ceil_div(len(alike) * width, wave_tokens))
+        for first, end in even_shares(
+            len(alike), ceil_div(len(alike), max(1, wave_tokens // width))
+        )
     ]
 
 

@@ -6,28 +6,22 @@ Attention over a set of keys is a reduction. What a partition has seen is kept a
     s     sum of exp(logit - m)                      (0 when no key was seen)
     acc   sum of exp(logit - m) * value              (0 when no key was seen)
 
+Unnormalised, float32; acc and s lie side by side as one matrix, [acc | s], that one GEMM reduces.
+
 Two states merge by bringing both to the larger maximum and adding. The merge is associative and
 commutative, and the empty state (-inf, 0, 0) is its identity, so a sequence may be cut anywhere
 and its parts merged in any tree. A finished state is (out, lse) with out = acc / s and
 lse = m + ln(s); (out, 1, lse) read as (acc, s, m) is again a state, so finished results merge too.
 """
 
-from contextlib import nullcontext
-from typing import NamedTuple
+import math
 
 import torch
 
-LOWEST = torch.finfo(torch.float32).min  # the m of an empty state that is to be subtracted
+LOWEST = torch.finfo(torch.float32).min  # the m of an empty state: may be subtracted from itself
 
 
-class State(NamedTuple):
-    """A partial softmax, unnormalised, float32."""
-
-    acc: torch.Tensor  # (..., num_heads, head_size)
-    s: torch.Tensor  # (..., num_heads)
-    m: torch.Tensor  # (..., num_heads)
-
-
+@torch.no_grad()
 def merge_states(outs, lses):
     """Merge finished attention states over disjoint sets of keys into one.
 
@@ -46,36 +40,17 @@ def merge_states(outs, lses):
              vLLM attention_kernels.cuh, paged_attention_v2_reduce_kernel
     """
     _check_states(outs, lses)
-    lses = lses.float()
-    seen = lses != -torch.inf
-    acc = outs.float().masked_fill(~seen.unsqueeze(-1), 0.0)
-    with float32_math(outs.device):
-        out, lse = finish(merge(State(acc, seen.float(), lses)))
-    return out.to(outs.dtype), lse
-
-
-def merge(states):
-    """Merge the states along dimension 0 into one (the empty state, if there are none).
-
-    The values and the sum of exponentials are reduced by one and the same bmm, [acc | s] as one
-    matrix, weighted by exp(m - max m).
-    """
-    num_states, shape, head_size = len(states.m), states.m.shape[1:], states.acc.shape[-1]
-    if num_states == 0:
-        like = states.acc
-        return State(
-            like.new_zeros(*shape, head_size),
-            like.new_zeros(shape),
-            like.new_full(shape, -torch.inf),
-        )
-    m = states.m.amax(dim=0)  # (...)
-    weights = torch.exp(states.m - finite(m))  # (num_states, ...), 0 for an empty state
-    acc_s = torch.cat([states.acc, states.s.unsqueeze(-1)], dim=-1)
-    merged = torch.bmm(  # (rows, 1, head_size + 1), rows = the product of (...)
-        weights.reshape(num_states, -1).t().unsqueeze(1),
-        acc_s.reshape(num_states, -1, head_size + 1).transpose(0, 1),
-    ).reshape(*shape, head_size + 1)
-    return State(merged[..., :-1], merged[..., -1], m)
+    num_states, rows, head_size = len(outs), math.prod(outs.shape[1:-1]), outs.shape[-1]
+    lses = lses.float().reshape(num_states, rows).t()  # (rows, num_states)
+    acc = outs.float().reshape(num_states, rows, head_size).transpose(0, 1)
+    seen = (lses != -torch.inf).unsqueeze(-1)
+    acc_s = torch.cat([acc.masked_fill(~seen, 0.0), seen.float()], dim=-1)
+    merged, m = acc_s.new_zeros(rows + 1, 1, head_size + 1), lses.new_full((rows,), LOWEST)
+    if acc_s.numel():
+        merge_rows(acc_s, lses.clamp(min=LOWEST), merged, m)
+    lse = lses.new_empty(outs.shape[1:-1])
+    out = finish(merged[:-1], m, lse.view(rows, 1))
+    return out.to(outs.dtype).view(outs.shape[1:]), lse
 
 
 def merge_rows(acc_s, m, out_acc_s, out_m):
@@ -109,23 +84,19 @@ def batched_gemm(a, b, out):
     return torch.bmm(a, b, out=out[: len(a)])[:batch]
 
 
-def finish(state):
-    """(out, lse) of a state: acc / s and m + ln(s); exactly (0, -inf) where no key was seen."""
-    empty = state.s == 0
-    out = state.acc / state.s.masked_fill(empty, 1.0).unsqueeze(-1)
-    return out, state.m + torch.log(state.s)
+def finish(acc_s, m, lse):
+    """The result of a state: acc / s, and m + ln s; exactly (0, -inf) where no key was seen.
 
-
-def finite(m):
-    """m with -inf replaced by 0, so that exp(-inf - m) is 0 and not NaN."""
-    return m.masked_fill(m == -torch.inf, 0.0)
-
-
-def float32_math(device):
-    """A context in which autocast, if the caller has it on, leaves GEMMs in float32."""
-    if device.type in ("cpu", "cuda"):
-        return torch.autocast(device.type, enabled=False)
-    return nullcontext()
+    Args:    acc_s: (..., num_heads, head_size + 1), overwritten;  m: (..., num_heads)
+             lse: where m + ln s is to be written, or None
+    Returns: out: (..., num_heads, head_size), a part of acc_s
+    """
+    acc, s = acc_s[..., :-1], acc_s[..., -1:]
+    if lse is not None:
+        torch.log(s, out=lse.view(s.shape)).add_(m.view(s.shape))
+    return acc.div_(
+        s.clamp_(min=1.0)
+    )  # an s that isn't 0 is 1 or more: its largest term is exp(0)
 
 
 def _check_states(outs, lses):

@@ -10,6 +10,7 @@ from .checks import (
     check_out,
     check_tensors,
     checked_count,
+    required_count,
 )
 from .device import profile_of
 from .layouts import LAYOUTS, Geometry, cache_shapes
@@ -62,22 +63,14 @@ def plan_decode(
     Cost:    host work in proportion to the partitions, and a copy of some numbers for each to the
              device; no synchronisation
     """
-    counts = {
-        "num_heads": (num_heads, 1),
-        "num_kv_heads": (num_kv_heads, 1),
-        "head_size": (head_size, 1),
-        "block_size": (block_size, 1),
-        "q_len": (q_len, 1),
-    }
-    for name, (value, least) in counts.items():
-        if checked_count(name, value, least) is None:
-            raise TypeError(f"{name} must be a whole number, got None")
-    num_seqs = checked_count("num_seqs", num_seqs, least=0)
-    max_seq_len = checked_count("max_seq_len", max_seq_len, least=0)
+    num_heads = required_count("num_heads", num_heads)
+    num_kv_heads = required_count("num_kv_heads", num_kv_heads)
+    head_size = required_count("head_size", head_size)
+    block_size = required_count("block_size", block_size)
+    if required_count("q_len", q_len) != 1:
+        raise NotImplementedError(f"q_len={q_len!r} {NOT_YET}")
     if checked_count("window", window) is not None:
         raise NotImplementedError(f"window={window!r} {NOT_YET}")
-    if q_len != 1:
-        raise NotImplementedError(f"q_len={q_len!r} {NOT_YET}")
     if num_heads % num_kv_heads:
         raise ValueError(
             f"num_heads must be a multiple of num_kv_heads, got {num_heads} and {num_kv_heads}"
@@ -88,45 +81,38 @@ def plan_decode(
         raise NotImplementedError(f"fp8: dtype={dtype} {NOT_YET}")
     if dtype not in FLOATS:
         raise TypeError(f"dtype must be float32, float16 or bfloat16, got {dtype!r}")
-    heads = Heads(int(num_heads), int(num_kv_heads), int(head_size), int(block_size), dtype)
-    cache_shapes(Geometry(1, heads.block_size, *heads[1:3]), layout, dtype)
+    cache_shapes(Geometry(1, block_size, num_kv_heads, head_size), layout, dtype)
     check_backend(backend)
+    heads = Heads(num_heads, num_kv_heads, head_size, block_size, dtype)
+    device = torch.empty(0, device=device).device  # with its index
     lengths = _lengths(seq_lens, num_seqs, max_seq_len)
-    return DecodePlan(
-        heads, layout, torch.empty(0, device=device).device, lengths, seq_lens is None,
-        partition_size,
-    )  # fmt: skip
+    return DecodePlan(heads, layout, device, lengths, seq_lens is None, partition_size)
 
 
 def _lengths(seq_lens, num_seqs, max_seq_len):
     """A list of int: the lengths of an exact plan, the bounds of a capacity plan."""
     if seq_lens is None:
-        for name, value in (("num_seqs", num_seqs), ("max_seq_len", max_seq_len)):
-            if value is None:
-                raise ValueError(f"{name} must be given where seq_lens isn't, got None")
-        return [max_seq_len] * num_seqs
+        if num_seqs is None or max_seq_len is None:
+            raise ValueError(
+                f"num_seqs and max_seq_len must be given where seq_lens isn't, got {num_seqs!r} "
+                f"and {max_seq_len!r}"
+            )
+        max_seq_len = required_count("max_seq_len", max_seq_len, least=0)
+        return [max_seq_len] * required_count("num_seqs", num_seqs, least=0)
     if isinstance(seq_lens, torch.Tensor):
-        if seq_lens.dtype not in (torch.int32, torch.int64):
-            raise TypeError(f"seq_lens must be int32 or int64, got {seq_lens.dtype}")
-        if seq_lens.dim() != 1:
-            raise ValueError(f"seq_lens must be (num_seqs,), got {tuple(seq_lens.shape)}")
         if not seq_lens.is_cpu:
             raise ValueError(f"seq_lens must be on the CPU for a plan, got {seq_lens.device}")
         seq_lens = seq_lens.tolist()
-    elif not isinstance(seq_lens, (list, tuple)):
-        raise TypeError(f"seq_lens must be a list or a CPU tensor, got {type(seq_lens).__name__}")
-    lengths = []
-    for seq, seq_len in enumerate(seq_lens):
-        if seq_len is None:
-            raise TypeError(f"seq_lens[{seq}] must be a whole number, got None")
-        lengths.append(checked_count(f"seq_lens[{seq}]", seq_len, least=0))
-        if max_seq_len is not None and seq_len > max_seq_len:
-            raise ValueError(
-                f"max_seq_len must be at least the longest sequence, got {max_seq_len} for "
-                f"seq_lens[{seq}] = {seq_len}"
-            )
-    if num_seqs is not None and num_seqs != len(lengths):
-        raise ValueError(f"num_seqs must be {len(lengths)} like seq_lens, got {num_seqs}")
+    if not isinstance(seq_lens, (list, tuple)):
+        raise TypeError(f"seq_lens must be a list or a CPU tensor, got {seq_lens!r}")
+    lengths = [required_count(f"seq_lens[{i}]", n, least=0) for i, n in enumerate(seq_lens)]
+    if num_seqs not in (None, len(lengths)):
+        raise ValueError(f"num_seqs must be {len(lengths)} like seq_lens, got {num_seqs!r}")
+    longest = max(lengths, default=0)
+    if max_seq_len is not None and required_count("max_seq_len", max_seq_len, 0) < longest:
+        raise ValueError(
+            f"max_seq_len must be at least the longest sequence, got {max_seq_len} for {longest}"
+        )
     return lengths
 
 

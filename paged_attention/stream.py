@@ -8,9 +8,9 @@ from functools import partial
 
 import torch
 
-from .layouts import gather, row_offsets, rows_of
+from .layouts import gather, row_offsets, rows_of, select
 from .phase1 import WaveBuffers, wave_states
-from .phase2 import LOWEST, merge_rows
+from .phase2 import LOWEST, finish, merge_rows
 
 
 @torch.no_grad()
@@ -66,7 +66,7 @@ def _phase1(schedule, caches, block_tables, seq_lens, views):
         left = _left(schedule, wave, views)
         block_ids = _block_ids(schedule, wave, block_tables, left, views)
         wave_query = views("wave_query", wave.num_items, num_heads, head_size)
-        torch.index_select(query, 0, wave.seqs, out=wave_query)
+        select(query, wave.seqs, wave_query)
         states = wave_states(
             wave_query.view(items, group, head_size),
             partial(_fetch, schedule.heads, *keys, block_ids, wave, views),
@@ -91,7 +91,7 @@ def _left(schedule, wave, views):
     if not schedule.static:
         return wave.left
     left = views("left", wave.num_items)
-    torch.index_select(views("seq_lens", schedule.num_seqs), 0, wave.seqs, out=left)
+    select(views("seq_lens", schedule.num_seqs), wave.seqs, left)
     return left.unsqueeze(1).sub_(wave.starts)
 
 
@@ -160,17 +160,14 @@ def _phase2(schedule, views):
     if schedule.inverse is None:
         return acc_s, m
     return (
-        torch.index_select(acc_s, 0, schedule.inverse, out=views("sorted_acc_s", *acc_s.shape)),
-        torch.index_select(m, 0, schedule.inverse, out=views("sorted_m", *m.shape)),
+        select(acc_s, schedule.inverse, views("sorted_acc_s", *acc_s.shape)),
+        select(m, schedule.inverse, views("sorted_m", *m.shape)),
     )
 
 
 def _write_result(acc_s, m, v_scale, views, out, lse):
     """out = acc / s * v_scale and lse = m + ln s, or (0, -inf) where no key was seen."""
-    acc, s = acc_s[..., :-1], acc_s[..., -1:]
-    if lse is not None:
-        torch.log(s, out=lse.view(s.shape)).add_(m.unsqueeze(-1))
-    empty = torch.eq(s, 0, out=views("empty", *s.shape))
-    acc.div_(s.clamp_(min=1.0))  # an s that isn't 0 is 1 or more: its largest term is exp(0)
-    _multiply(acc, v_scale)
-    out.copy_(acc.masked_fill_(empty, 0.0).view(out.shape))
+    empty = torch.eq(acc_s[..., -1:], 0, out=views("empty", *m.shape, 1))
+    result = finish(acc_s, m, lse)
+    _multiply(result, v_scale)
+    out.copy_(result.masked_fill_(empty, 0.0).view(out.shape))  # a scale times 0 may be NaN

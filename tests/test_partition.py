@@ -56,6 +56,11 @@ def test_waves_hold_every_item_once_of_one_width_and_within_the_budget(lens, siz
         assert len(wave) == 1 or len(wave) * wave[0].width <= wave_tokens
 
 
+def test_a_wave_is_never_larger_than_its_budget_because_waves_are_even():
+    items = work_items([18], 6, 6)  # three items, of which a budget of 10 allows one at a time
+    assert [len(wave) for wave in waves(items, 10)] == [1, 1, 1]
+
+
 @given(tiles=st.integers(0, 500), workers=st.integers(1, 200))
 def test_shares_are_even(tiles, workers):
     shares = even_shares(tiles, workers)
