@@ -52,7 +52,7 @@ class DeviceProfile:
         return int(AMORTISED * launches * self.bandwidth.high / 2)
 
 
-OPS_PER_WAVE = 17  # that Phase 1 launches; a test counts them
+OPS_PER_WAVE = 15  # that Phase 1 launches; a test counts them
 AMORTISED = 10  # times a wave's launches is what its bytes take
 
 _LAUNCH = Figure(

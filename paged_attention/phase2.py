@@ -78,10 +78,9 @@ def batched_gemm(a, b, out):
     MKL takes another path for a batch of one, and gives other bits, than for the same matrices in
     a longer batch. So that bits do not depend on what else is in a batch, one is computed twice.
     """
-    batch = len(a)
-    if batch == 1:
-        a, b = a.expand(2, -1, -1), b.expand(2, -1, -1)
-    return torch.bmm(a, b, out=out[: len(a)])[:batch]
+    if len(a) == 1:
+        return torch.bmm(a.expand(2, -1, -1), b.expand(2, -1, -1), out=out[:2])[:1]
+    return torch.bmm(a, b, out=out if len(out) == len(a) else out[: len(a)])
 
 
 def finish(acc_s, m, lse):

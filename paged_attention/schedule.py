@@ -28,12 +28,9 @@ class Wave(NamedTuple):
 
     num_items: int
     width: int
-    tokens: torch.Tensor  # (width,), 0, 1, 2, ...
-    ones: torch.Tensor  # (width, 1), float32
+    items: slice  # among all of the schedule's
+    blocks: slice  # likewise
     seqs: torch.Tensor  # (items,), int64
-    starts: torch.Tensor  # (items, 1), int64
-    left: torch.Tensor  # (items, 1), int64, tokens from the start to the sequence's end
-    columns: torch.Tensor  # (items, blocks), int64, of the block table
     state_rows: torch.Tensor  # (items * num_heads,), int64, where their states belong
     ragged: bool  # whether an item may end within a block, or before it begins
 
@@ -63,7 +60,7 @@ class Schedule:
         num_states = [ceil_div(length, partition_size) for length in lengths]
         order = sorted(range(len(lengths)), key=num_states.__getitem__, reverse=True)  # stable
         in_order = all(place == seq for place, seq in enumerate(order))
-        self.inverse = None if in_order else torch.tensor(order, device="cpu").argsort().to(device)
+        self.inverse = None if in_order else _tensor(order).argsort().to(device)
         self.segments, first_state = _segments(order, num_states, heads.num_heads)
 
         self.num_states = sum(num_states) * heads.num_heads
@@ -80,37 +77,36 @@ class Schedule:
             )
             for seq, start, _ in chain.from_iterable(cut)
         ]
-        numbers = torch.tensor(numbers, dtype=torch.int64, device="cpu").view(-1, 6).to(device)
+        numbers = _tensor(numbers).view(-1, 6).t()
+        # Of every block, in the order of the waves: its sequence, and its column of the table.
+        num_blocks = _tensor([item.width // heads.block_size for wave in cut for item in wave])
+        of_block = numbers.repeat_interleave(num_blocks, dim=1)
+        within = torch.arange(of_block.shape[1], device="cpu")
+        within -= (num_blocks.cumsum(0) - num_blocks).repeat_interleave(num_blocks)
+        blocks = torch.stack([of_block[0], of_block[3] + within]).to(device)
+        self.block_seqs, self.block_columns = blocks
+        numbers = numbers.contiguous().to(device)
+        self.seqs, self.starts, self.left, _, first, step = numbers  # each (items,)
+
         self.widest = max((wave[0].width for wave in cut), default=0)
         count = max(self.widest, heads.block_size, heads.num_heads)
         self.counting = torch.arange(count, device=device)  # 0, 1, 2, ...
         self.ones = torch.ones(self.widest, 1, dtype=torch.float32, device=device)
         self.slots = self.counting[: heads.block_size]
         self.kv_heads = self.counting[: heads.num_kv_heads].view(-1, 1, 1)
-        seqs, starts, left, columns, first, step = numbers.t()  # each (items,)
         # A row of the merge has its states side by side: a step of 1 from partition to partition,
         # of the number of partitions from query head to query head.
         query_heads = self.counting[: heads.num_heads]
         state_rows = first.unsqueeze(1) + step.unsqueeze(1) * query_heads  # (items, num_heads)
-        self.waves, end = [], 0
+        self.waves, item, block = [], 0, 0
         for wave in cut:
             width = wave[0].width
-            some = slice(end, end + len(wave))
-            end = some.stop
+            items = slice(item, item + len(wave))
+            blocks = slice(block, block + len(wave) * width // heads.block_size)
+            item, block = items.stop, blocks.stop
+            rows, ragged = state_rows[items].view(-1), static or _is_ragged(wave, lengths)
             self.waves.append(
-                Wave(
-                    num_items=len(wave),
-                    width=width,
-                    tokens=self.counting[:width],
-                    ones=self.ones[:width],
-                    seqs=seqs[some],
-                    starts=starts[some].unsqueeze(1),
-                    left=left[some].unsqueeze(1),
-                    columns=columns[some].unsqueeze(1)
-                    + self.counting[: width // heads.block_size],
-                    state_rows=state_rows[some].view(-1),
-                    ragged=static or _is_ragged(wave, lengths),
-                )
+                Wave(len(wave), width, items, blocks, self.seqs[items], rows, ragged)
             )
         self.buffers = Buffers(self._sizes())
 
@@ -139,8 +135,9 @@ class Schedule:
             "sorted_acc_s": (torch.float32, moved * (head_size + 1)),
             "sorted_m": (torch.float32, moved),
             "empty": (torch.bool, rows),
-            "places": (torch.int64, tokens // block_size),
-            "block_ids": (torch.int64, tokens // block_size),
+            "places": (torch.int64, len(self.block_seqs)),
+            "table_ids": (torch.int64, len(self.block_seqs)),
+            "block_ids": (torch.int64, len(self.block_seqs)),
             "row_ids": (torch.int64, tokens * num_kv_heads),
             "key_offsets": (torch.int64, num_kv_heads * block_size),
             "value_offsets": (torch.int64, num_kv_heads * block_size),
@@ -150,8 +147,8 @@ class Schedule:
             sizes["raw"] = dtype, tokens * num_kv_heads * head_size
         if self.static:
             sizes["seq_lens"] = torch.int64, self.num_seqs
-            sizes["left"] = torch.int64, items
-            sizes["dead_blocks"] = torch.bool, tokens // block_size
+            sizes["left"] = torch.int64, len(self.seqs)
+            sizes["dead_blocks"] = torch.bool, len(self.block_seqs)
         return sizes
 
 
@@ -165,6 +162,10 @@ def _segments(order, num_states, num_heads):
             row, state = row + num_heads, state + count * num_heads
         segments.append(Segment(first[0], row - first[0], first[1], count))
     return segments, first_state
+
+
+def _tensor(numbers):
+    return torch.tensor(numbers, dtype=torch.int64, device="cpu")
 
 
 def _is_ragged(wave, lengths):

@@ -49,87 +49,99 @@ def _multiply(heads, scale):
 
 def _phase1(schedule, caches, block_tables, seq_lens, views):
     """The states of all work items, into the buffers acc_s and m."""
-    num_heads, num_kv_heads, head_size = schedule.heads[:3]
-    group = num_heads // num_kv_heads
+    num_heads, _, head_size = schedule.heads[:3]
     keys, values = (
         (rows, row_offsets(rows, schedule.kv_heads, schedule.slots, partial(views, name)))
         for rows, name in zip(caches, ("key_offsets", "value_offsets"))
     )
     query = views("query", schedule.num_seqs, num_heads, head_size)
-    if schedule.static:
-        views("seq_lens", schedule.num_seqs).copy_(seq_lens)
     acc_s, m = views("acc_s", schedule.num_states, head_size + 1), views("m", schedule.num_states)
     acc, s = acc_s[:, :-1], acc_s[:, -1:]
+    left, block_ids = schedule.left, _block_ids(schedule, block_tables, views)
+    if schedule.static:
+        left = _mask_what_is_dead(schedule, seq_lens, block_ids, views)
     for wave in schedule.waves:
-        items = wave.num_items * num_kv_heads
-        room = max(2, items)
-        left = _left(schedule, wave, views)
-        block_ids = _block_ids(schedule, wave, block_tables, left, views)
-        wave_query = views("wave_query", wave.num_items, num_heads, head_size)
-        select(query, wave.seqs, wave_query)
-        states = wave_states(
-            wave_query.view(items, group, head_size),
-            partial(_fetch, schedule.heads, *keys, block_ids, wave, views),
-            partial(_fetch, schedule.heads, *values, block_ids, wave, views),
-            _dead(wave, left, views),
-            wave.ones,
-            WaveBuffers(
-                views("logits", room, group, wave.width),
-                views("wave_m", items, group, 1),
-                views("wave_s", room, group, 1),
-                views("wave_acc", room, group, head_size),
-            ),
+        buffers = _wave_buffers(schedule, wave, views)
+        select(query, wave.seqs, buffers.seq_query)
+        dead = None
+        if wave.ragged:
+            dead = views("dead", wave.num_items, wave.width)
+            tokens = schedule.counting[: wave.width]
+            torch.ge(tokens, left[wave.items].unsqueeze(1), out=dead)
+        ids = block_ids[wave.blocks].view(wave.num_items, 1, -1, 1)
+        wave_acc, wave_s, wave_m = wave_states(
+            partial(_fetch, *keys, ids, buffers, views),
+            partial(_fetch, *values, ids, buffers, views),
+            dead,
+            schedule.ones[: wave.width],
+            buffers,
         )
-        wave_acc, wave_s, wave_m = (x.view(len(wave.state_rows), -1) for x in states)
-        acc.index_copy_(0, wave.state_rows, wave_acc)
-        s.index_copy_(0, wave.state_rows, wave_s)
-        m.index_copy_(0, wave.state_rows, wave_m.squeeze(1))
+        acc.index_copy_(0, wave.state_rows, wave_acc.view(-1, head_size))
+        s.index_copy_(0, wave.state_rows, wave_s.view(-1, 1))
+        m.index_copy_(0, wave.state_rows, wave_m.view(-1))
 
 
-def _left(schedule, wave, views):
-    """(work items, 1), tokens from an item's start to its sequence's end; 0 or less: none."""
-    if not schedule.static:
-        return wave.left
-    left = views("left", wave.num_items)
-    select(views("seq_lens", schedule.num_seqs), wave.seqs, left)
-    return left.unsqueeze(1).sub_(wave.starts)
+def _block_ids(schedule, block_tables, views):
+    """(blocks,), int64: the ids of all blocks, in the order of the waves."""
+    num_blocks = len(schedule.block_seqs)
+    places = views("places", num_blocks)  # in the flattened table
+    columns = block_tables.shape[1]
+    torch.add(schedule.block_columns, schedule.block_seqs, alpha=columns, out=places)
+    if schedule.static:  # the table may be narrower than the capacity
+        places.clamp_(max=block_tables.numel() - 1)
+    ids = views("table_ids", num_blocks, dtype=block_tables.dtype)
+    torch.take(block_tables, places, out=ids)
+    return views("block_ids", num_blocks).copy_(ids)
 
 
-def _dead(wave, left, views):
-    """None, or (work items, width), True for what follows a sequence's end."""
-    if not wave.ragged:
-        return None
-    return torch.ge(wave.tokens, left, out=views("dead", wave.num_items, wave.width))
+def _mask_what_is_dead(schedule, seq_lens, block_ids, views):
+    """For a static schedule, whose lengths are on the device: a block past a sequence's end is
+    never followed, block 0 is read in its place, and what was read is masked.
+
+    Returns: left: (work items,), tokens from an item's start to its sequence's end
+    """
+    num_blocks, num_items = len(block_ids), len(schedule.seqs)
+    lens = views("seq_lens", schedule.num_seqs).copy_(seq_lens)
+    starts = views("places", num_blocks)
+    torch.mul(schedule.block_columns, schedule.heads.block_size, out=starts)
+    block_lens = select(lens, schedule.block_seqs, views("table_ids", num_blocks))
+    dead = torch.ge(starts, block_lens, out=views("dead_blocks", num_blocks))
+    block_ids.masked_fill_(dead, 0)
+    return select(lens, schedule.seqs, views("left", num_items)).sub_(schedule.starts)
 
 
-def _block_ids(schedule, wave, block_tables, left, views):
-    """(work items, blocks), the table's dtype. A block past a sequence's end is never followed: an
-    exact schedule has none, a static one reads block 0 in its place, and masks it."""
-    shape, columns = wave.columns.shape, block_tables.shape[1]
-    places = views("places", *shape)
-    torch.add(wave.columns, wave.seqs.unsqueeze(1), alpha=columns, out=places)
-    block_ids = views("block_ids", *shape, dtype=block_tables.dtype)
-    if not schedule.static:
-        return torch.take(block_tables, places, out=block_ids)
-    # The table may be narrower than the longest sequence that is provided for.
-    places.clamp_(max=block_tables.numel() - 1)
-    torch.take(block_tables, places, out=block_ids)
-    starts = wave.tokens[:: schedule.heads.block_size]
-    dead = torch.ge(starts, left, out=views("dead_blocks", *shape))
-    return block_ids.masked_fill_(dead, 0)
+def _wave_buffers(schedule, wave, views):
+    """Where the intermediates of a wave of this size go."""
+    key = wave.num_items, wave.width
+    if key not in views.once:
+        num_heads, num_kv_heads, head_size, block_size, dtype = schedule.heads
+        items, group = wave.num_items * num_kv_heads, num_heads // num_kv_heads
+        room = max(2, items)  # batched_gemm wants room for two
+        kv = views("kv", items, wave.width, head_size)
+        seq_query = views("wave_query", wave.num_items, num_heads, head_size)
+        views.once[key] = WaveBuffers(
+            seq_query=seq_query,
+            query=seq_query.view(items, group, head_size),
+            raw=None if dtype == torch.float32 else views("raw", *kv.shape),
+            kv=kv,
+            logits=views("logits", room, group, wave.width),
+            m=views("wave_m", items, group, 1),
+            s=views("wave_s", room, group, 1),
+            acc=views("wave_acc", room, group, head_size),
+        )
+    return views.once[key]
 
 
-def _fetch(heads, rows, offsets, block_ids, wave, views):
+def _fetch(rows, offsets, block_ids, buffers, views):
     """(items, width, head_size), float32: the wave's blocks, in order."""
-    _, num_kv_heads, head_size, _, dtype = heads
-    rows_per_block = offsets.shape[-1]
-    row_ids = views("row_ids", wave.num_items, num_kv_heads, block_ids.shape[1], rows_per_block)
-    torch.add(offsets, block_ids[:, None, :, None], alpha=rows.block_step, out=row_ids)
-    kv = views("kv", wave.num_items * num_kv_heads, wave.width, head_size)
-    if dtype == torch.float32:
-        return gather(rows, row_ids.view(-1), kv)
+    num_items, _, num_blocks, _ = block_ids.shape
+    num_kv_heads, _, rows_per_block = offsets.shape
+    row_ids = views("row_ids", num_items, num_kv_heads, num_blocks, rows_per_block)
+    torch.add(offsets, block_ids, alpha=rows.block_step, out=row_ids)
+    if buffers.raw is None:
+        return gather(rows, row_ids.view(-1), buffers.kv)
     # By value, while the wave is still in the cache: half-precision GEMMs are slow on most CPUs.
-    return kv.copy_(gather(rows, row_ids.view(-1), views("raw", *kv.shape)))
+    return buffers.kv.copy_(gather(rows, row_ids.view(-1), buffers.raw))
 
 
 def _phase2(schedule, views):
