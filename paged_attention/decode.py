@@ -77,8 +77,8 @@ def paged_attention(
     Numbers: float32 throughout, autocast or not (torch.set_float32_matmul_precision still has its
              say); a partition's sum of weighted values that exceeds float32's range overflows
     Cost:    reads K and V of the live blocks once from the cache and twice from a copy of a wave,
-             which on a CPU is small enough to stay in its own cache (1,024 tokens of 4 KV heads
-             of 256 lanes). On an accelerator seq_lens is read back to the host, one
+             which on a CPU is small enough for its caches (2,048 tokens of 4 KV heads of 256
+             lanes). On an accelerator seq_lens is read back to the host, one
              synchronisation, and block_tables too unless validate=False; with validate=False and
              max_seq_len neither is, and the cost follows max_seq_len. A step with many layers is
              planned once with `plan_decode`

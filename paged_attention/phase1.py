@@ -29,8 +29,8 @@ def wave_states(key, value, dead, ones, buffers):
 
     Args:    key, value: functions that gather (items, width, head_size), float32; value is called
                    when key's result is no longer needed, so both may use the same memory
-             dead: None, or (work items, width), True for slots that aren't the sequence's own;
-                   what they hold, NaN included, is no matter
+             dead: None, or (work items, n), for the last n slots of each item: True where a slot
+                   isn't the sequence's own, and what it holds, NaN included, is no matter
              ones: (width, 1)
     Returns: acc, s and m in the buffers, (items, num_queries_per_kv, head_size or 1)
     """
@@ -38,14 +38,16 @@ def wave_states(key, value, dead, ones, buffers):
     # Each (items, num_queries_per_kv, width):
     logits = batched_gemm(buffers.query, k.transpose(1, 2), buffers.logits)
     if dead is not None:
-        _by_work_item(logits, dead).masked_fill_(dead[:, None, None], -torch.inf)
+        last = _by_work_item(logits, dead)[..., -dead.shape[1] :]
+        last.masked_fill_(dead[:, None, None], -torch.inf)
     # No larger than LOWEST where all logits are -inf: their exp is 0 then, not NaN.
     m = torch.amax(logits, -1, keepdim=True, out=buffers.m).clamp_(min=LOWEST)
     weights = logits.sub_(m).exp_()
     s = batched_gemm(weights, ones.expand(len(weights), -1, -1), buffers.s)  # (items, group, 1)
     v = value()  # (items, width, head_size)
     if dead is not None:
-        _by_work_item(v, dead).masked_fill_(dead[:, None, :, None], 0.0)  # 0 times NaN is NaN
+        last = _by_work_item(v, dead)[:, :, -dead.shape[1] :]
+        last.masked_fill_(dead[:, None, :, None], 0.0)  # 0 times NaN is NaN
     acc = batched_gemm(weights, v, buffers.acc)  # (items, group, head_size)
     return acc, s, m
 

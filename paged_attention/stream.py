@@ -49,7 +49,7 @@ def _multiply(heads, scale):
 
 def _phase1(schedule, caches, block_tables, seq_lens, views):
     """The states of all work items, into the buffers acc_s and m."""
-    num_heads, _, head_size = schedule.heads[:3]
+    num_heads, _, head_size, block_size, _ = schedule.heads
     keys, values = (
         (rows, row_offsets(rows, schedule.kv_heads, schedule.slots, partial(views, name)))
         for rows, name in zip(caches, ("key_offsets", "value_offsets"))
@@ -65,9 +65,11 @@ def _phase1(schedule, caches, block_tables, seq_lens, views):
         select(query, wave.seqs, buffers.seq_query)
         dead = None
         if wave.ragged:
-            dead = views("dead", wave.num_items, wave.width)
-            tokens = schedule.counting[: wave.width]
-            torch.ge(tokens, left[wave.items].unsqueeze(1), out=dead)
+            # An exact schedule's items end within their last block; a static one's anywhere.
+            slots = schedule.counting[: wave.width]
+            slots = slots if schedule.static else slots[-block_size:]
+            dead = views("dead", wave.num_items, len(slots))
+            torch.ge(slots, left[wave.items].unsqueeze(1), out=dead)
         ids = block_ids[wave.blocks].view(wave.num_items, 1, -1, 1)
         wave_acc, wave_s, wave_m = wave_states(
             partial(_fetch, *keys, ids, buffers, views),

@@ -440,5 +440,5 @@ def test_intermediates_are_as_large_as_a_wave_however_long_the_sequence():
         return count(lambda: paged_attention(*x, layout="HND", validate=False)).peak_bytes
 
     kv_bytes = 2 * 4 * 256 * 4  # a token's
-    assert peak(8192) < 8 * 2**20 and peak(100_000) < 8 * 2**20
-    assert peak(800_000) < 8 * 2**20 + 0.003 * kv_bytes * 800_000
+    assert peak(8192) < 12 * 2**20 and peak(100_000) < 12 * 2**20
+    assert peak(800_000) < 12 * 2**20 + 0.003 * kv_bytes * 800_000

@@ -84,7 +84,7 @@ def test_on_a_gpu_a_waves_bytes_take_ten_times_its_launches():
         assert 2 * profile.wave_bytes / profile.bandwidth.high == pytest.approx(
             AMORTISED * launches
         )
-    assert PROFILES["cpu"].wave_bytes == 1024 * 4 * 256 * 4
+    assert PROFILES["cpu"].wave_bytes == 2048 * 4 * 256 * 4
     assert profile_of("cpu") is profile_of("meta") is PROFILES["cpu"]
 
 
