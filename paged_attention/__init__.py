@@ -4,8 +4,9 @@ The lessons are in `paged_attention.stages`, the measuring in `paged_attention.m
 """
 
 from .cache import OutOfBlocks, PagedKVCache
-from .decode import DecodePlan, paged_attention, plan_decode
+from .decode import paged_attention
 from .phase2 import merge_states
+from .plan import DecodePlan, plan_decode
 from .reference import reference_attention
 from .workspace import Workspace
 

@@ -7,7 +7,7 @@ written to.
 
 import torch
 
-from .checks import FLOATS, checked_count
+from .checks import FLOATS, required_count
 from .layouts import Geometry, cache_shapes, tokens_of
 from .partition import ceil_div
 
@@ -49,12 +49,12 @@ class PagedKVCache:
         layout="HND",
     ):
         self.geometry = Geometry(
-            _count("num_blocks", num_blocks, 0),
-            _count("block_size", block_size, 1),
-            _count("num_kv_heads", num_kv_heads, 1),
-            _count("head_size", head_size, 1),
+            required_count("num_blocks", num_blocks, 0),
+            required_count("block_size", block_size, 1),
+            required_count("num_kv_heads", num_kv_heads, 1),
+            required_count("head_size", head_size, 1),
         )
-        num_layers = _count("num_layers", num_layers, 1)
+        num_layers = required_count("num_layers", num_layers, 1)
         if dtype not in FLOATS:
             raise TypeError(f"dtype must be float32, float16 or bfloat16, got {dtype}")
         self.layout = layout
@@ -90,7 +90,7 @@ class PagedKVCache:
         Raises:  OutOfBlocks: the pool can't hold them; nothing is changed
                  TypeError, ValueError: num_tokens is not a whole number of at least 0
         """
-        num_tokens = _count("num_tokens", num_tokens, 0)
+        num_tokens = required_count("num_tokens", num_tokens, 0)
         block_size = self.geometry.block_size
         blocks, start = self._blocks.get(seq_id, []), self._lens.get(seq_id, 0)
         end = start + num_tokens
@@ -177,7 +177,7 @@ class PagedKVCache:
             self._release(block)
 
     def _layer(self, layer):
-        layer = _count("layer", layer, 0)
+        layer = required_count("layer", layer, 0)
         if layer >= len(self._keys):
             raise IndexError(f"layer must be one of the cache's {len(self._keys)}, got {layer!r}")
         return layer
@@ -203,12 +203,6 @@ class PagedKVCache:
         self._values[:, copy] = self._values[:, block]
         self._release(block)
         return copy
-
-
-def _count(name, value, least):
-    if value is None:
-        raise TypeError(f"{name} must be a whole number, got None")
-    return checked_count(name, value, least)
 
 
 def _check_slots(slot_mapping, num_slots):

@@ -97,6 +97,11 @@ def check_flag(name, value):
         raise TypeError(f"{name} must be True or False, got {value!r}")
 
 
+def check_backend(backend):
+    if backend is not None and (not isinstance(backend, str) or backend != "eager"):
+        raise ValueError(f'backend must be None or "eager", got {backend!r}')
+
+
 def resolve_layout(key_cache, layout):
     """The layout meant; None is "vllm" for a 5-D key cache."""
     rank = key_cache.dim()
@@ -174,6 +179,13 @@ def checked_count(name, value, least=1):
     return int(value)
 
 
+def required_count(name, value, least=1):
+    """As checked_count, for what has no default."""
+    if value is None:
+        raise TypeError(f"{name} must be a whole number, got None")
+    return checked_count(name, value, least)
+
+
 def check_out(out, query, inputs):
     """`out` has query's shape, its dtype or float32, its device, and shares memory with nothing.
 
@@ -227,10 +239,13 @@ def check_block_ids(lengths, block_tables, geometry):
     if not lengths or not block_tables.shape[1]:
         return
     table = block_tables.cpu()
+    outside = (table < 0) | (table >= geometry.num_blocks)  # (num_seqs, max_blocks)
+    if not outside.any():
+        return
     num_live = [ceil_div(seq_len, geometry.block_size) for seq_len in lengths]
     columns = torch.arange(table.shape[1], device="cpu")
-    live = columns < torch.tensor(num_live, device="cpu").unsqueeze(1)  # (num_seqs, max_blocks)
-    bad = (live & ((table < 0) | (table >= geometry.num_blocks))).nonzero()
+    live = columns < torch.tensor(num_live, device="cpu").unsqueeze(1)
+    bad = (live & outside).nonzero()
     if len(bad):
         seq, column = bad[0].tolist()
         raise ValueError(

@@ -1,43 +1,57 @@
-"""Phase 1: a wave of partitions of one sequence -> one state per partition."""
+"""Phase 1: a wave of partitions -> one state per partition, into buffers that are reused."""
+
+from typing import NamedTuple
 
 import torch
 
-from .phase2 import State, finite
+from .phase2 import LOWEST, batched_gemm
 
 
-def partition_states(query, key, value, num_partitions):
+class WaveBuffers(NamedTuple):
+    """Where a wave's queries are, and where its intermediates go. Items are pairs of work item and
+    KV head, in this order: the matrices of one batched GEMM."""
+
+    seq_query: torch.Tensor  # (work items, num_heads, head_size), float32, already scaled
+    query: torch.Tensor  # the same, (items, num_queries_per_kv, head_size)
+    raw: torch.Tensor | None  # like kv, in the caches' dtype if that isn't float32
+    kv: torch.Tensor  # (items, width, head_size), first K, then V
+    logits: torch.Tensor  # (items, num_queries_per_kv, width), at least two matrices
+    m: torch.Tensor  # (items, num_queries_per_kv, 1)
+    s: torch.Tensor  # like m, at least two matrices
+    acc: torch.Tensor  # (items, num_queries_per_kv, head_size), at least two matrices
+
+
+def wave_states(key, value, dead, ones, buffers):
     """Reduce equally wide partitions, each on its own.
 
     The query heads that share a KV head are the rows of one matrix, so K and V are used as they
     were gathered, never expanded.
 
-    Args:    query: (num_kv_heads, num_queries_per_kv, head_size), float32, already scaled
-             key, value: (num_kv_heads, num_partitions * width, head_size), every token live;
-                   fp32/fp16/bf16, converted to float32 here
-    Returns: State with acc (num_partitions, num_heads, head_size), s and m
-             (num_partitions, num_heads), float32
-    Cost:    2 GEMMs; reads key and value once each, and once more to convert
+    Args:    key, value: functions that gather (items, width, head_size), float32; value is called
+                   when key's result is no longer needed, so both may use the same memory
+             dead: None, or (work items, n), for the last n slots of each item: True where a slot
+                   isn't the sequence's own, and what it holds, NaN included, is no matter
+             ones: (width, 1)
+    Returns: acc, s and m in the buffers, (items, num_queries_per_kv, head_size or 1)
     """
-    num_kv_heads, group, head_size = query.shape
-    num_heads = num_kv_heads * group
-    width = key.shape[1] // num_partitions
+    k = key()  # (items, width, head_size)
+    # Each (items, num_queries_per_kv, width):
+    logits = batched_gemm(buffers.query, k.transpose(1, 2), buffers.logits)
+    if dead is not None:
+        last = _by_work_item(logits, dead)[..., -dead.shape[1] :]
+        last.masked_fill_(dead[:, None, None], -torch.inf)
+    # No larger than LOWEST where all logits are -inf: their exp is 0 then, not NaN.
+    m = torch.amax(logits, -1, keepdim=True, out=buffers.m).clamp_(min=LOWEST)
+    weights = logits.sub_(m).exp_()
+    s = batched_gemm(weights, ones.expand(len(weights), -1, -1), buffers.s)  # (items, group, 1)
+    v = value()  # (items, width, head_size)
+    if dead is not None:
+        last = _by_work_item(v, dead)[:, :, -dead.shape[1] :]
+        last.masked_fill_(dead[:, None, :, None], 0.0)  # 0 times NaN is NaN
+    acc = batched_gemm(weights, v, buffers.acc)  # (items, group, head_size)
+    return acc, s, m
 
-    logits = torch.bmm(query, key.float().transpose(1, 2))  # (num_kv_heads, group, tokens)
-    logits = logits.view(num_kv_heads, group, num_partitions, width)
-    m = logits.amax(dim=-1, keepdim=True)  # (num_kv_heads, group, num_partitions, 1)
-    weights = torch.exp(logits - finite(m))
-    s = weights.sum(dim=-1)  # (num_kv_heads, group, num_partitions)
-    acc = torch.bmm(  # (num_kv_heads * num_partitions, group, head_size)
-        weights.transpose(1, 2).reshape(num_kv_heads * num_partitions, group, width),
-        value.float().reshape(num_kv_heads * num_partitions, width, head_size),
-    ).view(num_kv_heads, num_partitions, group, head_size)
 
-    def by_partition(x):
-        # (num_kv_heads, num_partitions, group, ...) -> (num_partitions, num_heads, ...)
-        return x.transpose(0, 1).reshape(num_partitions, num_heads, *x.shape[3:])
-
-    return State(
-        by_partition(acc),
-        by_partition(s.transpose(1, 2)),
-        by_partition(m.squeeze(-1).transpose(1, 2)),
-    )
+def _by_work_item(matrices, dead):
+    """(items, ...) -> (work items, num_kv_heads, ...), a view"""
+    return matrices.view(len(dead), -1, *matrices.shape[1:])

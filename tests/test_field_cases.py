@@ -24,7 +24,13 @@ import pytest
 import torch
 from helpers import INF, LAYOUTS, NAN, STAGE_NAMES, Dense, generated, paged, to, uniform
 
-from paged_attention import merge_states, paged_attention, reference_attention
+from paged_attention import (
+    Workspace,
+    merge_states,
+    paged_attention,
+    plan_decode,
+    reference_attention,
+)
 from paged_attention.counting import OpCounter, count
 from paged_attention.layouts import pack, unpack
 from paged_attention.stages import STAGES
@@ -68,6 +74,7 @@ ROWS = {
     "PUB-21": each_layout("P=256", "default"),
     "PUB-22": EVERY_PATH,
     "PUB-23": each_layout("reference"),
+    "PUB-24": each_layout("single tile", "P=bs", "P=512", "exact", "capacity"),
     "PUB-25": {"-": ("measure",)},
 }
 CUDA_ROWS = {"PUB-15": each_layout("default")}  # 8 GiB of cache: only there
@@ -76,7 +83,6 @@ if torch.cuda.is_available() and torch.cuda.get_device_properties(0).total_memor
 ON_CPU_ONLY = ("PUB-25",)
 NOT_YET = {
     "PUB-15": "(a) no code of ours computes element offsets; (b) runs on CUDA",
-    "PUB-24": "plans and workspaces",
 }
 THE_WHOLE_LIST = [f"PUB-{n:02d}" for n in range(1, 26)]
 
@@ -756,6 +762,48 @@ def test_several_query_tokens_see_the_history_and_not_the_future(judge, layout, 
             out[0, :, 0], torch.tensor(rows)[:, None].expand(q_len, 16), dtype=torch.float32
         )
         judge.close(lse[0, :, 0], torch.tensor(lses), dtype=torch.float32)
+
+
+@case("PUB-24", least=6)
+def test_a_reused_workspace_holds_no_leftovers_and_a_run_no_host_read(judge, layout, path):
+    """Leftovers are reduced again; decisions frozen at capture go stale; a sync in each step."""
+    device, workspace = judge.device, Workspace()
+    pools, right = {}, {4096: 2047.5, 16: 7.5, 1: 0.0}
+    for tokens in right:
+        dense = to(uniform([tokens]), device=device)
+        pools[tokens] = dense.query, paged(dense, 16, layout, device=device)
+    shape = {"num_heads": 1, "num_kv_heads": 1, "head_size": 16, "block_size": 16}
+    make_plan = functools.partial(plan_decode, **shape, layout=layout, device=device)
+    capacity = make_plan(num_seqs=1, max_seq_len=4096)
+    for tokens in (4096, 16, 4096, 1):
+        query, pool = pools[tokens]
+        for tensor in workspace.tensors():
+            tensor.fill_(NAN)
+        how = {"scale": 1.0, "workspace": workspace}
+        if path in ("exact", "capacity"):
+            plan = capacity if path == "capacity" else make_plan(seq_lens=[tokens])
+            out = plan.run(query, *pool, **how)
+        else:
+            size = {"single tile": tokens, "P=bs": 16, "P=512": 512}[path]
+            out = paged_attention(query, *pool, layout=layout, partition_size=size, **how)
+        judge.close(out, right[tokens])
+
+    dense = to(uniform([4096, 4096]), device=device)
+    pool = paged(dense, 16, layout, device=device)
+    plan = make_plan(num_seqs=2, max_seq_len=4096)
+    if path == "exact":
+        plan = make_plan(seq_lens=[7, 4095])
+    out = torch.empty_like(dense.query)
+    how = {"scale": 1.0, "workspace": workspace, "out": out}
+    plan.run(dense.query, *pool, **how)
+    pool.seq_lens.copy_(torch.tensor([7, 4095]))
+    out.fill_(NAN)
+    with OpCounter() as counter:
+        plan.run(dense.query, *pool, **how)
+    judge.close(out[0], 3.0)
+    judge.close(out[1], 2047.0)
+    judge.true(counter.host_reads == 0, "no host read")
+    judge.true(counter.peak_bytes == 0, f"{counter.peak_bytes} bytes were allocated")
 
 
 @case("PUB-25", least=4)

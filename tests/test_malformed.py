@@ -22,10 +22,8 @@ from helpers import (
 )
 
 from paged_attention import (
-    Workspace,
     merge_states,
     paged_attention,
-    plan_decode,
     reference_attention,
 )
 
@@ -473,14 +471,6 @@ def test_a_scale_of_the_wrong_form_is_refused(function, name, bad):
     if function is reference_attention:
         del call["out"]
     refused(function, call, (NOT_HERE, *WRONG), (name,))
-
-
-def test_plans_and_workspaces_are_refused_until_they_exist():
-    shape = {"num_heads": 4, "num_kv_heads": 2, "head_size": 16, "block_size": 4, "layout": "HND"}
-    with pytest.raises(NOT_HERE, match="plan_decode"):
-        plan_decode(**shape, seq_lens=[7, 3])
-    with pytest.raises(NOT_HERE, match="Workspace"):
-        Workspace()
 
 
 # -- the reference's options

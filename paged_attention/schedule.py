@@ -1,0 +1,172 @@
+"""The schedule of a decode step: its lengths as waves and segments, as tensors and sizes.
+
+Everything that shapes depend on is settled here, on the host, once a step; `stream.py` runs it for
+every layer and decides nothing.
+"""
+
+from itertools import chain, groupby
+from typing import NamedTuple
+
+import torch
+
+from .partition import ceil_div, waves, work_items
+from .workspace import Buffers
+
+
+class Heads(NamedTuple):
+    """What of a decode step's shape doesn't depend on its lengths."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    block_size: int
+    dtype: torch.dtype  # of the caches
+
+
+class Wave(NamedTuple):
+    """Work items of one width; the tensors are on the device."""
+
+    num_items: int
+    width: int
+    items: slice  # among all of the schedule's
+    blocks: slice  # likewise
+    seqs: torch.Tensor  # (items,), int64
+    state_rows: torch.Tensor  # (items * num_heads,), int64, where their states belong
+    ragged: bool  # whether an item may end within a block, or before it begins
+
+
+class Segment(NamedTuple):
+    """Sequences of equally many partitions. They are adjacent in the order of the merge, and so
+    are their states, num_states for each of num_rows pairs of sequence and query head."""
+
+    first_row: int
+    num_rows: int
+    first_state: int
+    num_states: int
+
+
+class Schedule:
+    """A batch of these lengths, as stream.run takes it.
+
+    Args:    lengths: list of int, tokens; with `static`, the most that any may have
+             static: whether the lengths are bounds, and the true ones are read on the device
+             partition_size: tokens, a multiple of the block size
+             wave_tokens: the most tokens of a wave
+    """
+
+    def __init__(self, lengths, static, heads, partition_size, wave_tokens, device):
+        self.heads, self.static = heads, static
+        self.num_seqs, self.longest = len(lengths), max(lengths, default=0)
+        num_states = [ceil_div(length, partition_size) for length in lengths]
+        order = sorted(range(len(lengths)), key=num_states.__getitem__, reverse=True)  # stable
+        in_order = all(place == seq for place, seq in enumerate(order))
+        self.inverse = None if in_order else _tensor(order).argsort().to(device)
+        self.segments, first_state = _segments(order, num_states, heads.num_heads)
+
+        self.num_states = sum(num_states) * heads.num_heads
+
+        cut = waves(work_items(lengths, partition_size, heads.block_size), wave_tokens)
+        numbers = [
+            (
+                seq,
+                start,
+                lengths[seq] - start,
+                start // heads.block_size,
+                first_state[seq] + start // partition_size,
+                num_states[seq],
+            )
+            for seq, start, _ in chain.from_iterable(cut)
+        ]
+        numbers = _tensor(numbers).view(-1, 6).t()
+        # Of every block, in the order of the waves: its sequence, and its column of the table.
+        num_blocks = _tensor([item.width // heads.block_size for wave in cut for item in wave])
+        of_block = numbers.repeat_interleave(num_blocks, dim=1)
+        within = torch.arange(of_block.shape[1], device="cpu")
+        within -= (num_blocks.cumsum(0) - num_blocks).repeat_interleave(num_blocks)
+        blocks = torch.stack([of_block[0], of_block[3] + within]).to(device)
+        self.block_seqs, self.block_columns = blocks
+        numbers = numbers.contiguous().to(device)
+        self.seqs, self.starts, self.left, _, first, step = numbers  # each (items,)
+
+        self.widest = max((wave[0].width for wave in cut), default=0)
+        count = max(self.widest, heads.block_size, heads.num_heads)
+        self.counting = torch.arange(count, device=device)  # 0, 1, 2, ...
+        self.ones = torch.ones(self.widest, 1, dtype=torch.float32, device=device)
+        self.slots = self.counting[: heads.block_size]
+        self.kv_heads = self.counting[: heads.num_kv_heads].view(-1, 1, 1)
+        # A row of the merge has its states side by side: a step of 1 from partition to partition,
+        # of the number of partitions from query head to query head.
+        query_heads = self.counting[: heads.num_heads]
+        state_rows = first.unsqueeze(1) + step.unsqueeze(1) * query_heads  # (items, num_heads)
+        self.waves, item, block = [], 0, 0
+        for wave in cut:
+            width = wave[0].width
+            items = slice(item, item + len(wave))
+            blocks = slice(block, block + len(wave) * width // heads.block_size)
+            item, block = items.stop, blocks.stop
+            rows, ragged = state_rows[items].view(-1), static or _is_ragged(wave, lengths)
+            self.waves.append(
+                Wave(len(wave), width, items, blocks, self.seqs[items], rows, ragged)
+            )
+        self.buffers = Buffers(self._sizes())
+
+    def _sizes(self):
+        """name -> (dtype, elements) of every intermediate; a wave's are as large as any wave's."""
+        num_heads, num_kv_heads, head_size, block_size, dtype = self.heads
+        group = num_heads // num_kv_heads
+        items = max((wave.num_items for wave in self.waves), default=0)
+        tokens = max((wave.num_items * wave.width for wave in self.waves), default=0)
+        matrices = max(2, items * num_kv_heads)  # batched_gemm wants room for two
+        logits = group * max(2 * self.widest, tokens * num_kv_heads)
+        rows = self.num_seqs * num_heads
+        moved = 0 if self.inverse is None else rows
+        sizes = {
+            "query": (torch.float32, rows * head_size),
+            "wave_query": (torch.float32, items * num_heads * head_size),
+            "kv": (torch.float32, tokens * num_kv_heads * head_size),
+            "logits": (torch.float32, logits),
+            "wave_m": (torch.float32, matrices * group),
+            "wave_s": (torch.float32, matrices * group),
+            "wave_acc": (torch.float32, matrices * group * head_size),
+            "acc_s": (torch.float32, self.num_states * (head_size + 1)),
+            "m": (torch.float32, self.num_states),
+            "merged_acc_s": (torch.float32, (rows + 1) * (head_size + 1)),
+            "merged_m": (torch.float32, rows),
+            "sorted_acc_s": (torch.float32, moved * (head_size + 1)),
+            "sorted_m": (torch.float32, moved),
+            "empty": (torch.bool, rows),
+            "places": (torch.int64, len(self.block_seqs)),
+            "table_ids": (torch.int64, len(self.block_seqs)),
+            "block_ids": (torch.int64, len(self.block_seqs)),
+            "row_ids": (torch.int64, tokens * num_kv_heads),
+            "key_offsets": (torch.int64, num_kv_heads * block_size),
+            "value_offsets": (torch.int64, num_kv_heads * block_size),
+            "dead": (torch.bool, tokens),
+        }
+        if dtype != torch.float32:
+            sizes["raw"] = dtype, tokens * num_kv_heads * head_size
+        if self.static:
+            sizes["seq_lens"] = torch.int64, self.num_seqs
+            sizes["left"] = torch.int64, len(self.seqs)
+            sizes["dead_blocks"] = torch.bool, len(self.block_seqs)
+        return sizes
+
+
+def _segments(order, num_states, num_heads):
+    """The segments, and for each sequence the first of its states."""
+    segments, first_state, row, state = [], {}, 0, 0
+    for count, seqs in groupby(order, key=num_states.__getitem__):
+        first = row, state
+        for seq in seqs:
+            first_state[seq] = state
+            row, state = row + num_heads, state + count * num_heads
+        segments.append(Segment(first[0], row - first[0], first[1], count))
+    return segments, first_state
+
+
+def _tensor(numbers):
+    return torch.tensor(numbers, dtype=torch.int64, device="cpu")
+
+
+def _is_ragged(wave, lengths):
+    return any(lengths[seq] - start < width for seq, start, width in wave)
