@@ -130,7 +130,7 @@ def _cgroup_available() -> int | None:
 def cpu_capability() -> str | None:
     """The instructions that ATen's kernels use here: "AVX2", "AVX512"."""
     backend = getattr(torch.backends, "cpu", None)
-    return backend.getcpu_capability() if backend else None
+    return backend.get_cpu_capability() if backend else None
 
 
 def _git_commit() -> tuple[str | None, bool | None]:

@@ -63,9 +63,10 @@ class Data:
     def gather(self) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V, contiguous per head, (1, num_kv_heads, num_tokens, head_size)."""
         key, value = self.hnd
-        return self._tokens(key), self._tokens(value)
+        return self.tokens_of(key), self.tokens_of(value)
 
-    def _tokens(self, cache: torch.Tensor) -> torch.Tensor:
+    def tokens_of(self, cache: torch.Tensor) -> torch.Tensor:
+        """One of the two, (1, num_kv_heads, num_tokens, head_size), from its HND cache."""
         blocks = cache.index_select(0, self.block_ids)  # (blocks, kv_heads, block_size, head_size)
         return blocks.transpose(0, 1).flatten(1, 2)[None, :, : self.num_tokens]
 
@@ -101,15 +102,18 @@ def gather_sdpa(data: Data) -> tuple[Call, str]:
     the fastest of the ways to gather that were tried (advanced indexing, index_select along the
     second dimension)."""
     _need_gqa()
-    data.hnd  # made here, not on the clock
-    return lambda: _sdpa(data, *data.gather()), "both copies timed"
+    key, value = data.hnd  # made here, off the clock
+    return (
+        lambda: _sdpa(data, data.tokens_of(key), data.tokens_of(value)),
+        "",
+    )
 
 
 def dense_sdpa(data: Data) -> tuple[Call, str]:
     """Attend to keys and values that lie in order already: no paging, and no copy timed."""
     _need_gqa()
     key, value = (tokens.contiguous() for tokens in data.gather())
-    return lambda: _sdpa(data, key, value), "no paging"
+    return lambda: _sdpa(data, key, value), ""
 
 
 def _sdpa(data: Data, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

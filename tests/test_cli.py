@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from paged_attention import __main__ as cli
-from paged_attention import fits, ladder, report
+from paged_attention import arguments, fits, ladder, report
 from paged_attention.counting import count
 from paged_attention.stages import STAGES
 
@@ -173,7 +173,7 @@ def test_dtypes_go_by_either_name(dtype, tmp_path, capsys):
     )
     assert status == 0
     data = json.loads((out / "ladder.json").read_text())
-    assert data["shape"]["dtype"] == str(cli.DTYPES[dtype.removeprefix("torch.")])[6:]
+    assert data["shape"]["dtype"] == str(arguments.DTYPES[dtype.removeprefix("torch.")])[6:]
     assert [stage["name"] for stage in data["contexts"][0]["stages"]] == stages.split(",")
 
 
@@ -494,7 +494,7 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
 
 @quick
 def test_the_defaults_are_the_series_workload():
-    options = cli._parser().parse_args([])
+    options = arguments.parser_of_options().parse_args([])
     assert (options.heads, options.kv_heads, options.head_size) == (24, 4, 256)
     assert (options.block_size, options.partition_size, options.dtype) == (16, 512, torch.float32)
     assert options.stages == [*STAGES, "paged_attention"]
