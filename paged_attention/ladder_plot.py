@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import math
 
-from .look import FLOOR_COLOUR, STAGE_COLOURS, WIDTH, caption, style
+from .look import (
+    DEVICE_MARKS,
+    FLOOR_COLOUR,
+    PEER_MARKS,
+    STAGE_COLOURS,
+    WIDTH,
+    caption,
+    style,
+)
 from .report import busy, hardware, human_bytes, human_seconds, ratio, workload
 
 
@@ -17,7 +25,9 @@ def ladder(data: dict):
     from matplotlib.figure import Figure
 
     entries = data["contexts"]
-    heights = [0.75 + 0.29 * len(entry["stages"]) for entry in entries]
+    heights = [
+        0.75 + 0.29 * (1 + _rows(entry)[-1][0]) if _rows(entry) else 1.0 for entry in entries
+    ]
     with style():
         figure = Figure(figsize=(WIDTH, sum(heights) + 1.2), layout="constrained")
         figure.get_layout_engine().set(wspace=0.04)
@@ -28,6 +38,9 @@ def ladder(data: dict):
             fontsize=12,
             fontweight="bold",
         )
+        devices = {device for entry in entries for device in entry.get("predicted", {})}
+        if devices:
+            _explain_predictions(figure, sorted(devices))
         panels = figure.subplots(
             len(entries), 2, squeeze=False, height_ratios=heights, width_ratios=(2.6, 1)
         )
@@ -41,36 +54,63 @@ def ladder(data: dict):
             "as many bytes as K and V hold.",
             *busy(max(entries, key=lambda entry: entry["other_cores"] or 0.0)),
         ]
+        if devices:
+            lines.insert(
+                3,
+                "Hollow marks are what the cost model makes of published figures, "
+                "from the best of them to the worst.",
+            )
         if data["interrupted"]:
             lines.append("The run was interrupted: this is what it had measured.")
         caption(figure, lines)
     return figure
 
 
+_PEERS_BELOW = 0.5  # rows of space between the stages and the peers
+
+
+def _rows(entry: dict) -> list[tuple[float, dict]]:
+    """(height in rows, result) of stages, then of peers, further below."""
+    stages, peers = entry["stages"], entry.get("peers", [])
+    rows = list(enumerate(stages))
+    return rows + [(len(stages) + _PEERS_BELOW + i, peer) for i, peer in enumerate(peers)]
+
+
+def _mark(name: str) -> tuple[str, str]:
+    """Colour and mark of a stage or a peer."""
+    return (STAGE_COLOURS[name], "o") if name in STAGE_COLOURS else PEER_MARKS[name]
+
+
 def _draw_times(axes, entry: dict) -> None:
     from matplotlib.ticker import FixedLocator, NullLocator
 
-    stages, floor = entry["stages"], entry["floor"]
-    times = [stage["seconds"] for stage in stages if "seconds" in stage]
+    rows, floor = _rows(entry), entry["floor"]
+    predicted = _predicted(entry)
+    timed = [result for _, result in rows if "seconds" in result]
+    times = [result["seconds"] for result in timed] + [result["spread"][0] for result in timed]
     times += [floor["seconds"]] if floor else []
+    times += [seconds for bands in predicted.values() for _, band in bands for seconds in band]
     low, high = (min(times), max(times)) if times else (1e-3, 1.0)
-    for row, stage in enumerate(stages):
-        colour = STAGE_COLOURS[stage["name"]]
-        if "failure" in stage:
-            reason = stage["failure"].partition(":")[0]
-            _label(axes, low, row, reason, color=FLOOR_COLOUR, style="italic")
+    for row, result in rows:
+        colour, mark = _mark(result["name"])
+        bands = predicted.get(result["name"], [])
+        for device, band in bands:
+            _draw_prediction(axes, row, device, band)
+        right = max([band[1] for _, band in bands], default=low)
+        if "seconds" not in result:
+            _label(axes, right, row, _why_not(result), color=FLOOR_COLOUR, style="italic")
             continue
-        seconds = stage["seconds"]
+        seconds = result["seconds"]
         if floor:
             axes.hlines(row, floor["seconds"], seconds, color=colour, lw=1, alpha=0.45)
         axes.plot(
-            stage["spread"], [row, row], color=colour, lw=5, alpha=0.5, solid_capstyle="butt"
+            result["spread"], [row, row], color=colour, lw=5, alpha=0.5, solid_capstyle="butt"
         )
-        axes.plot(seconds, row, "o", color=colour, ms=7)
+        axes.plot(seconds, row, mark, color=colour, ms=7)
         times_floor = f"  {ratio(seconds / floor['seconds'])}x floor" if floor else ""
         _label(
             axes,
-            max(seconds, stage["spread"][1], floor["seconds"] if floor else 0.0),
+            max(seconds, result["spread"][1], floor["seconds"] if floor else 0.0, right),
             row,
             f"{human_seconds(seconds)}{times_floor}",
         )
@@ -91,25 +131,75 @@ def _draw_times(axes, entry: dict) -> None:
     axes.xaxis.set_major_locator(FixedLocator(_ticks(low, low * span**1.1)))
     axes.xaxis.set_major_formatter(lambda value, _: _tick(value))
     axes.xaxis.set_minor_locator(NullLocator())
-    axes.set_yticks(range(len(stages)), [stage["name"] for stage in stages])
-    axes.set_ylim(len(stages) - 0.4, -0.6)
+    axes.set_yticks([row for row, _ in rows], [result["name"] for _, result in rows])
+    axes.set_ylim(rows[-1][0] + 0.6 if rows else 0.6, -0.6)
+
+
+def _predicted(entry: dict) -> dict[str, list[tuple[str, list[float]]]]:
+    """{stage: [(device, [low, high]), ...]}, of the stages that are drawn."""
+    names = [stage["name"] for stage in entry["stages"]]
+    by_device = entry.get("predicted", {})
+    return {
+        name: [(device, bands[name]) for device, bands in by_device.items() if name in bands]
+        for name in names
+    }
+
+
+def _draw_prediction(axes, row: float, device: str, band: list[float]) -> None:
+    """A bar from low to high, and a hollow mark in its middle."""
+    colour, mark = DEVICE_MARKS.get(device, ("#555555", "o"))
+    axes.plot(band, [row, row], color=colour, lw=1.2, solid_capstyle="butt")
+    middle = math.sqrt(band[0] * band[1])
+    axes.plot(middle, row, mark, mec=colour, mfc="white", mew=1.2, ms=5)
+
+
+def _explain_predictions(figure, devices: list[str]) -> None:
+    from matplotlib.lines import Line2D
+
+    handles = []
+    for device in devices:
+        colour, mark = DEVICE_MARKS.get(device, ("#555555", "o"))
+        handles.append(
+            Line2D([], [], color=colour, lw=1.2, marker=mark, mfc="white", mew=1.2, ms=5)
+        )
+    figure.legend(
+        handles,
+        devices,
+        title="predicted, not measured:",
+        loc="outside upper right",
+        ncols=len(devices),
+        frameon=False,
+        fontsize=9,
+        title_fontsize=9,
+    )
+
+
+def _why_not(result: dict) -> str:
+    if "skipped" in result:
+        text = f"skipped: {result['skipped']}"
+        return text if len(text) <= 44 else text[:41].rstrip() + "..."
+    return result["failure"].partition(":")[0]
 
 
 def _draw_memory(axes, entry: dict) -> None:
-    stages = entry["stages"]
-    peaks = [stage.get("peak_bytes", 0) for stage in stages]
-    most = max([*peaks, 1])
-    for row, (stage, peak) in enumerate(zip(stages, peaks)):
-        if "failure" in stage:
+    rows = _rows(entry)
+    most = max([result.get("peak_bytes") or 0 for _, result in rows] + [1])
+    for row, result in rows:
+        if "seconds" not in result:
             continue
-        axes.barh(row, peak, height=0.55, color=STAGE_COLOURS[stage["name"]], alpha=0.8)
+        peak = result["peak_bytes"]
+        if peak is None:
+            _label(axes, 0, row, "not counted", color=FLOOR_COLOUR, style="italic")
+            continue
+        colour, _ = _mark(result["name"])
+        axes.barh(row, peak, height=0.55, color=colour, alpha=0.8)
         _label(axes, peak, row, human_bytes(peak))
     axes.set_title("peak memory")
     axes.axvline(entry["kv_bytes"], color=FLOOR_COLOUR, lw=1.5, ls=":", zorder=0.5)
     axes.set_xlim(0, 1.55 * most)
     axes.set_xticks([])
     axes.set_yticks([])
-    axes.set_ylim(len(stages) - 0.4, -0.6)
+    axes.set_ylim(rows[-1][0] + 0.6 if rows else 0.6, -0.6)
     axes.spines["bottom"].set_visible(False)
     axes.set_xlabel(f"dotted: K and V, {human_bytes(entry['kv_bytes'])}")
 

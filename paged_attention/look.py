@@ -16,6 +16,17 @@ STAGE_COLOURS = {
     "fused_phase2": "#009E73",
     "paged_attention": "#000000",
 }
+# Peers have a colour and a mark of their own; our kernel in other layouts stays black.
+PEER_MARKS = {
+    "paged_attention_HND": ("#000000", "s"),
+    "paged_attention_NHD": ("#000000", "D"),
+    "gather_sdpa": ("#AA4499", "^"),
+    "dense_sdpa": ("#999933", "v"),
+    "flex_paged": ("#CC6677", "P"),
+    "vllm_cpu_op": ("#117733", "X"),
+}
+# Devices of which there are predictions only: hollow marks, in the colours of `curves`.
+DEVICE_MARKS = {"BI-V100": ("#882255", "s"), "H200": ("#332288", "D")}
 FLOOR_COLOUR = "#767676"
 WIDTH = 8.0  # inches; at 200 dots an inch twice the 800 pixels that a README shows
 DPI = 200

@@ -15,13 +15,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 from .ladder_plot import ladder
-from .look import DPI, FLOOR_COLOUR, STAGE_COLOURS, WIDTH, caption, style
+from .look import DPI, FLOOR_COLOUR, PEER_MARKS, STAGE_COLOURS, WIDTH, caption, style
 from .report import write_bytes
 
 __all__ = [
     "DPI",
     "FIGURES",
     "FLOOR_COLOUR",
+    "PEER_MARKS",
     "STAGE_COLOURS",
     "WIDTH",
     "caption",

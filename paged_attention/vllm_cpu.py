@@ -90,7 +90,7 @@ def decode_call(query, key, value, block_ids, num_blocks, block_size, scale):
 def _load() -> str:
     """Load the library for the instructions that ATen uses here, too (ATEN_CPU_CAPABILITY=avx2
     chooses AVX2 for both)."""
-    if hasattr(torch.ops._C, "cpu_attention_with_kv_cache"):
+    if _is_registered():
         return "loaded by vLLM itself"
     spec = util.find_spec("vllm")  # imports nothing
     folders = [Path(p) for p in (spec.submodule_search_locations or [])] if spec else []
@@ -106,6 +106,10 @@ def _load() -> str:
     _try_elsewhere(paths[0])
     torch.ops.load_library(str(paths[0]))
     return f"{name} {_version(paths[0].parent.parent)}".rstrip()
+
+
+def _is_registered() -> bool:
+    return hasattr(torch.ops._C, "cpu_attention_with_kv_cache")
 
 
 def _try_elsewhere(path: Path) -> None:
