@@ -13,6 +13,7 @@ which says why.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 from functools import cached_property
@@ -237,6 +238,8 @@ def make(name: str, data: Data) -> tuple[Call, str]:
 
 
 def _reason(error: Exception, longest: int = 100) -> str:
+    """The error's kind and first line; of a path its last part, as the JSON goes to others."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = f"{type(error).__name__}: {lines[0] if lines else ''}".rstrip(": ")
+    text = re.sub(r"(?<![\w.])/(?:[^\s/'\"]+/)*([^\s/'\"]*)", r"\1", text)
     return text if len(text) <= longest else text[: longest - 3].rstrip() + "..."

@@ -145,6 +145,18 @@ def test_what_does_not_compile_is_skipped_in_a_few_words(monkeypatch):
     assert "\n" not in reason
 
 
+@quick
+def test_a_reason_names_no_path_of_the_machine(monkeypatch):
+    def fails(data):
+        raise OSError("can't run '/some/where/g++' or /some/where/clang: 3/4 tried")
+
+    broken = peers.PEERS["dense_sdpa"]._replace(make=fails)
+    monkeypatch.setitem(peers.PEERS, "dense_sdpa", broken)
+    reason = refusal("dense_sdpa", data_of(20)[0])
+    assert "some" not in reason and "where" not in reason
+    assert reason.startswith("OSError: can't run") and reason.endswith("clang: 3/4 tried")
+
+
 def test_a_compilation_that_does_not_end_is_given_up(monkeypatch):
     flex_or_skip()
     monkeypatch.setattr(peers, "COMPILE_SECONDS", 0.2)
