@@ -1,7 +1,8 @@
 """The ladder: every stage and the final kernel, checked, then timed against the floor.
 
 A run gives one dictionary, which is what the JSON beside the picture holds (`report.write_json`),
-and all that the table (`report.table`) and the picture (`plots.ladder`) are drawn from.
+and all that the table (`report.table`) and the picture (`plots.ladder`) are drawn from. Where
+peers are asked for, they are checked and timed with the stages, in the same turns.
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ from dataclasses import dataclass
 
 import torch
 
-from . import machine
+from . import machine, peers
 from .decode import paged_attention
 from .inputs import random_inputs
 from .measure import FloorReader, kv_bytes
+from .predictions import predictions
 from .reference import reference_attention
 from .stages import STAGES
 from .timing import Trial
@@ -41,6 +43,11 @@ class Settings:
     dtype: torch.dtype = torch.float32
     partition_size: int = 512
     stages: tuple[str, ...] = RUNGS
+    peers: tuple[str, ...] = ()  # names of peers.PEERS
+
+    @property
+    def scale(self) -> float:
+        return self.head_size**-0.5
 
     def inputs(self, context: int, device=None):
         """One sequence of `context` tokens, blocks in random order, unused slots NaN."""
@@ -80,8 +87,8 @@ def describe(settings: Settings) -> dict:
 
 
 class ContextRun:
-    """The measurement of all stages at one context. `entry()` is valid at any moment: after an
-    interrupt it holds what was measured until then."""
+    """The measurement of all stages, and peers, at one context. `entry()` is valid at any moment:
+    after an interrupt it holds what was measured until then."""
 
     def __init__(self, settings: Settings, context: int) -> None:
         self.settings = settings
@@ -89,6 +96,8 @@ class ContextRun:
         self.trials: dict[str, Trial] = {}  # "floor" among them
         self.max_errors: dict[str, float] = {}
         self.failures: dict[str, str] = {}
+        self.skipped: dict[str, str] = {}  # peers, with the reason
+        self.notes: dict[str, str] = {}  # on peers
         self.other_load = machine.OtherLoad()
 
     def run(self, progress) -> None:
@@ -107,6 +116,7 @@ class ContextRun:
         expected = _expected(inputs, settings)
         for name in settings.stages:
             self._try(name, rung(name, inputs, settings), progress, expected)
+        self._try_peers(inputs, progress, expected)
 
         round_seconds = sum(
             max(trial.measurement().seconds, _TURN_SECONDS) for trial in self.trials.values()
@@ -114,12 +124,24 @@ class ContextRun:
         least, most = _ROUNDS
         rounds = max(least, min(most, int(_BUDGET_SECONDS / round_seconds)))
         progress.say(f"{self.context:,} tokens: {rounds} rounds, about {round_seconds:.1f} s each")
-        progress.expect(1 + len(settings.stages) + rounds)
+        progress.expect(1 + len(settings.stages) + len(settings.peers) + rounds)
         self.other_load = machine.OtherLoad()
         for number in range(1, rounds + 1):
             for trial in self.trials.values():
                 trial.sample(_TURN_SECONDS)
             progress.step(f"round {number} of {rounds}" if round_seconds > 1 else "")
+
+    def _try_peers(self, inputs, progress, expected) -> None:
+        settings = self.settings
+        data = peers.Data(inputs, settings.scale, settings.partition_size)
+        for name in settings.peers:
+            try:
+                call, self.notes[name] = peers.make(name, data)
+            except peers.Unavailable as reason:
+                self.skipped[name] = str(reason)
+                progress.step(f"{self.context:,} tokens: {name} skipped, {reason}")
+            else:
+                self._try(name, call, progress, expected)
 
     def _try(self, name: str, fn: Callable, progress, expected=None) -> None:
         """Call it, check it, time it once; a failure is kept, and is not timed."""
@@ -147,35 +169,51 @@ class ContextRun:
         )
 
     def entry(self) -> dict:
-        """The JSON of this context: floor, stages in order, failures included."""
-        stages = []
-        for name in self.settings.stages:
-            if name in self.trials:
-                result = _as_json(self.trials[name])
-            elif name in self.failures:
-                result = {"failure": self.failures[name]}
-            else:
-                continue
-            error = self.max_errors.get(name)
-            finite = error is not None and error < float("inf")
-            stages.append({"name": name, **result, "max_error": error if finite else None})
+        """The JSON of this context: floor, stages in order, failures included, predictions, and
+        peers where they were asked for, the skipped ones included."""
+        stages = [self._result(name) for name in self.settings.stages if self._is_done(name)]
         others = self.other_load.cores()
         floor = None
         if "floor" in self.trials:
             floor = {"num_bytes": self.floor_bytes, **_as_json(self.trials["floor"])}
             floor["gb_per_second"] = round(self.floor_bytes / floor["seconds"] / 1e9, 3)
-        return {
+        entry = {
             "context": self.context,
             "kv_bytes": self.settings.kv_bytes(self.context),
             "other_cores": None if others is None else round(others, 2),
             "floor": floor,
             "stages": stages,
+            "predicted": predictions(self.settings, self.context),
         }
+        if self.settings.peers:
+            done = filter(self._is_done, self.settings.peers)
+            entry["peers"] = [self._peer_result(name) for name in done]
+        return entry
+
+    def _is_done(self, name: str) -> bool:
+        return name in self.trials or name in self.failures or name in self.skipped
+
+    def _result(self, name: str) -> dict:
+        if name in self.failures:
+            result = {"failure": self.failures[name]}
+        else:
+            result = _as_json(self.trials[name])
+        error = self.max_errors.get(name)
+        finite = error is not None and error < float("inf")
+        return {"name": name, **result, "max_error": error if finite else None}
+
+    def _peer_result(self, name: str) -> dict:
+        if name in self.skipped:
+            return {"name": name, "skipped": self.skipped[name]}
+        result = {**self._result(name), "note": self.notes[name]}
+        if peers.PEERS[name].compiled and name in self.trials:  # nothing inside can be counted
+            result |= dict.fromkeys(("ops", "gemms", "host_reads", "peak_bytes"))
+        return result
 
 
 def rung(name: str, inputs, settings: Settings, **options) -> Callable[[], torch.Tensor]:
     """A call of the named stage, or of the kernel, that takes no arguments."""
-    scale = settings.head_size**-0.5
+    scale = settings.scale
     if name == "paged_attention":
         return lambda: paged_attention(
             *inputs,

@@ -63,7 +63,7 @@ def describe(device="cpu") -> dict:
             "slug": device_slug(device),
             "threads": torch.get_num_threads(),
             "cores": os.cpu_count(),
-            "cpu_capability": _cpu_capability(),
+            "cpu_capability": cpu_capability(),
         },
         "versions": {
             "python": platform.python_version(),
@@ -127,7 +127,7 @@ def _cgroup_available() -> int | None:
     return None
 
 
-def _cpu_capability() -> str | None:
+def cpu_capability() -> str | None:
     """The instructions that ATen's kernels use here: "AVX2", "AVX512"."""
     backend = getattr(torch.backends, "cpu", None)
     return backend.get_cpu_capability() if backend else None

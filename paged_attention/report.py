@@ -43,28 +43,23 @@ def workload(data: dict) -> str:
 
 
 def table(entry: dict) -> str:
-    """One context's results as text, a line for each stage."""
+    """One context's results as text: a line for each stage, for each peer, for each ratio."""
     rows, notes, previous = [], [], None
     floor = entry["floor"]
     for stage in entry["stages"]:
         if "failure" in stage:
             notes.append(f"{stage['name']}  {stage['failure']}")
             continue
-        seconds, (low, high) = stage["seconds"], stage["spread"]
-        rows.append(
-            (
-                stage["name"],
-                human_seconds(seconds),
-                f"{human_seconds(low)} - {human_seconds(high)}",
-                _against(seconds, previous),
-                f"{ratio(seconds / floor['seconds'])}x" if floor else "",
-                f"{stage['ops']:,}",
-                f"{stage['gemms']:,}",
-                f"{stage['host_reads']:,}",
-                human_bytes(stage["peak_bytes"]),
-            )
-        )
-        previous = seconds
+        rows.append(_row(stage, floor, _against(stage["seconds"], previous)))
+        previous = stage["seconds"]
+    for peer in entry.get("peers", []):
+        if "seconds" in peer:
+            rows.append(_row(peer, floor, ""))
+            if peer["note"]:
+                notes.append(f"{peer['name']}  {peer['note']}")
+        else:
+            reason = peer["failure"] if "failure" in peer else f"skipped: {peer['skipped']}"
+            notes.append(f"{peer['name']}  {reason}")
     lines = [f"{entry['context']:,} tokens, K and V {human_bytes(entry['kv_bytes'])}"]
     if floor:
         lines[0] += (
@@ -73,7 +68,49 @@ def table(entry: dict) -> str:
         )
     if rows:
         lines += _aligned(rows)
-    return "\n".join(lines + notes + busy(entry))
+    return "\n".join(lines + notes + ratios(entry) + busy(entry))
+
+
+def _row(result: dict, floor: dict | None, against: str) -> tuple[str, ...]:
+    seconds, (low, high) = result["seconds"], result["spread"]
+    counts = (result[name] for name in ("ops", "gemms", "host_reads"))
+    peak = result["peak_bytes"]
+    return (
+        result["name"],
+        human_seconds(seconds),
+        f"{human_seconds(low)} - {human_seconds(high)}",
+        against,
+        f"{ratio(seconds / floor['seconds'])}x" if floor else "",
+        *("" if count is None else f"{count:,}" for count in counts),
+        "" if peak is None else human_bytes(peak),
+    )
+
+
+# What the kernel is held against: each takes the first's time over the second's, layouts alike.
+_HELD_AGAINST = (
+    ("paged_attention", "fused_phase2"),
+    ("paged_attention_HND", "gather_sdpa"),
+    ("paged_attention_HND", "dense_sdpa"),
+    ("paged_attention_HND", "flex_paged"),
+    ("paged_attention_HND", "vllm_cpu_op"),
+    ("paged_attention_NHD", "paged_attention_HND"),
+    ("paged_attention", "paged_attention_HND"),
+)
+
+
+def ratios(entry: dict) -> list[str]:
+    """A line for each pair of which both were timed; none where there are no peers."""
+    if not entry.get("peers"):
+        return []
+    results = entry["stages"] + entry["peers"]
+    seconds = {result["name"]: result["seconds"] for result in results if "seconds" in result}
+    pairs = [pair for pair in _HELD_AGAINST if seconds.keys() >= set(pair)]
+    width = max((len(f"{one} / {other}") for one, other in pairs), default=0)
+    return [
+        f"{f'{one} / {other}':<{width}}  {ratio(seconds[one] / seconds[other]):>5}  "
+        f"{_against(seconds[one], seconds[other])}"
+        for one, other in pairs
+    ]
 
 
 def busy(entry: dict) -> list[str]:

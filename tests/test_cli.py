@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from paged_attention import __main__ as cli
-from paged_attention import fits, ladder, report
+from paged_attention import arguments, fits, ladder, peers, report
 from paged_attention.counting import count
 from paged_attention.stages import STAGES
 
@@ -173,7 +173,7 @@ def test_dtypes_go_by_either_name(dtype, tmp_path, capsys):
     )
     assert status == 0
     data = json.loads((out / "ladder.json").read_text())
-    assert data["shape"]["dtype"] == str(cli.DTYPES[dtype.removeprefix("torch.")])[6:]
+    assert data["shape"]["dtype"] == str(arguments.DTYPES[dtype.removeprefix("torch.")])[6:]
     assert [stage["name"] for stage in data["contexts"][0]["stages"]] == stages.split(",")
 
 
@@ -227,6 +227,87 @@ def test_a_stage_of_nans_is_wrong_and_one_that_raises_spares_the_others(
         line.split()[0] for line in text.splitlines() if re.match(r"\w+ +[\d.]+ [mu]?s ", line)
     ]
     assert names == ["gqa_broadcast"]
+
+
+# -- peers ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def quick_peers(monkeypatch):
+    """One that is slow to compile is skipped, one that may not be there is compiled code."""
+
+    def no_compiler(data):
+        raise peers.Unavailable("no compiler here")
+
+    def compiled(data):
+        return peers.dense_sdpa(data)[0], "a library of version 3"
+
+    for name, make in (("flex_paged", no_compiler), ("vllm_cpu_op", compiled)):
+        monkeypatch.setitem(peers.PEERS, name, peers.PEERS[name]._replace(make=make))
+
+
+def test_peers_stand_in_table_and_json_timed_or_with_the_reason(tmp_path, capsys, quick_peers):
+    if "enable_gqa" not in (torch.nn.functional.scaled_dot_product_attention.__doc__ or ""):
+        pytest.skip("SDPA without grouped heads")
+    arguments = "--peers", "--context", "50", "--stages", "fused_phase2,paged_attention"
+    status, text, errors = run(capsys, *arguments, "--out", str(tmp_path))
+    assert status == 0
+    (entry,) = json.loads((tmp_path / "ladder.json").read_text())["contexts"]
+    results = {peer["name"]: peer for peer in entry["peers"]}
+    assert list(results) == list(peers.PEERS)
+    assert results.pop("flex_paged") == {"name": "flex_paged", "skipped": "no compiler here"}
+    for name, result in results.items():
+        assert result["max_error"] < 1e-5 and len(result["samples"]) >= 3, name
+        assert re.search(rf"^{name} +[\d.]+ [mu]?s ", text, re.M), name
+    for counted in ("ops", "gemms", "host_reads", "peak_bytes"):
+        assert results["vllm_cpu_op"][counted] is None
+        assert results["dense_sdpa"][counted] is not None
+    assert "\nflex_paged  skipped: no compiler here\n" in text
+    assert "\nvllm_cpu_op  a library of version 3\n" in text
+    assert "flex_paged skipped, no compiler here" in errors
+    assert text.count(report.table(entry)) == 1
+
+    seconds = {result["name"]: result["seconds"] for result in entry["stages"]} | {
+        name: result["seconds"] for name, result in results.items()
+    }
+    for one, other in (
+        ("paged_attention", "fused_phase2"),
+        ("paged_attention_HND", "gather_sdpa"),
+        ("paged_attention_HND", "vllm_cpu_op"),
+    ):
+        value = re.search(rf"^{one} / {other} +([\d.]+) ", text, re.M)[1]
+        assert float(value) == pytest.approx(seconds[one] / seconds[other], rel=0.02, abs=0.006)
+    assert "paged_attention_HND / flex_paged" not in text
+    assert (tmp_path / "ladder.png").exists()
+
+
+def test_a_wrong_peer_is_shown_as_such_not_timed_and_fails_the_run(
+    tmp_path, capsys, monkeypatch, quick_peers
+):
+    def forgets_the_scale(data):
+        call, note = peers.paged_attention_hnd(data)
+        data.scale *= 1.5
+        return call, note
+
+    wrong = peers.PEERS["dense_sdpa"]._replace(make=forgets_the_scale)
+    monkeypatch.setitem(peers.PEERS, "dense_sdpa", wrong)
+    arguments = "--peers", "--context", "50", "--stages", "single_bmm", "--out", str(tmp_path)
+    status, text, _ = run(capsys, *arguments)
+    assert status == 1
+    assert re.search(r"^dense_sdpa  WRONG: off by \S+, \S+ is allowed$", text, re.M)
+    (entry,) = json.loads((tmp_path / "ladder.json").read_text())["contexts"]
+    result = next(peer for peer in entry["peers"] if peer["name"] == "dense_sdpa")
+    assert "WRONG" in result["failure"] and "seconds" not in result
+
+
+def test_without_peers_there_are_none_and_predictions_are_there(finished):
+    data = json.loads((finished[0] / "figures/cpu/ladder.json").read_text())
+    for entry in data["contexts"]:
+        assert "peers" not in entry
+        for bands in entry["predicted"].values():
+            assert list(bands) == [name for name in RUNGS if name in bands] != []
+            assert all(0 < low <= high for low, high in bands.values())
+    assert " / " not in finished[1].stdout
 
 
 # -- bad options ----------------------------------------------------------------------------------
@@ -494,7 +575,7 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
 
 @quick
 def test_the_defaults_are_the_series_workload():
-    options = cli._parser().parse_args([])
+    options = arguments.parser_of_options().parse_args([])
     assert (options.heads, options.kv_heads, options.head_size) == (24, 4, 256)
     assert (options.block_size, options.partition_size, options.dtype) == (16, 512, torch.float32)
     assert options.stages == [*STAGES, "paged_attention"]

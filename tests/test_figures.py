@@ -16,6 +16,7 @@ import torch
 from paged_attention import plots
 from paged_attention.counting import count
 from paged_attention.ladder import RUNGS, Settings
+from paged_attention.peers import PEERS
 from paged_attention.stages import STAGES
 
 matplotlib_image = pytest.importorskip("matplotlib.image")
@@ -34,6 +35,33 @@ def differing(one, other):
     if one.shape != other.shape:
         return 1.0
     return float((numpy.abs(one - other).max(axis=-1) > 0.2).mean())
+
+
+def with_peers(run):
+    """The same run with predictions and peers: timed, compiled, skipped at length, wrong."""
+    for entry in run["contexts"]:
+        context = entry["context"]
+        entry["predicted"] = {
+            "BI-V100": {name: [2e-7 * context, 5e-7 * context] for name in STAGES},
+            "H200": {name: [3e-8 * context, 4e-8 * context] for name in STAGES},
+        }
+        skipped = {"skipped": "InvalidCxxCompiler: No working C++ compiler found in torch"}
+        wrong = {"failure": "WRONG: off by 0.1, 1e-5 is allowed", "note": ""}
+        entry["peers"] = [
+            {"name": name, **skipped}
+            if name == "dense_sdpa"
+            else {"name": name, **wrong}
+            if name == "gather_sdpa"
+            else {
+                "name": name,
+                "seconds": 9e-7 * context * (rung + 1),
+                "spread": [8.5e-7 * context * (rung + 1), 1e-6 * context * (rung + 1)],
+                "peak_bytes": None if name == "flex_paged" else 2000 * context,
+                "note": "",
+            }
+            for rung, name in enumerate(PEERS)
+        ]
+    return run
 
 
 SAME = 1e-5  # of the pixels; a changed digit moves four times as many, see below
@@ -141,6 +169,8 @@ def test_the_same_json_gives_the_same_bytes():
         lambda run: run["versions"].update(torch="2.5.1"),
         lambda run: run["shape"].update(dtype="float16"),
         lambda run: run.update(interrupted=True),
+        lambda run: run["contexts"][1].update(predicted={"H200": {"single_tile": [1e-3, 2e-3]}}),
+        with_peers,
     ],
 )
 def test_a_changed_number_is_seen_by_the_comparison(change, unchanged):
@@ -176,8 +206,11 @@ WORDS = re.compile(r"\S")
         run_of((7, 512, 8000)),
         run_of(naive_loops="WRONG: off by 0.1, 1e-5 is allowed", single_bmm="RuntimeError: no"),
         run_of(**dict.fromkeys(RUNGS, "RuntimeError: nothing worked")),
+        with_peers(run_of()),
+        with_peers(run_of(**dict.fromkeys(RUNGS, "RuntimeError: nothing worked"))),
     ],
-    ids=["two contexts", "one", "three", "failures", "nothing but failures"],
+    ids=["two contexts", "one", "three", "failures", "nothing but failures"]
+    + ["peers and predictions", "predictions beside failures"],
 )
 def test_no_words_are_cut_off_and_none_overlap(run):
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -216,6 +249,53 @@ def test_a_run_without_floor_or_quiet_is_drawn_and_says_so():
 def test_a_stage_keeps_its_colour_and_no_two_share_one():
     assert list(plots.STAGE_COLOURS) == list(RUNGS)
     assert len(set(plots.STAGE_COLOURS.values())) == len(RUNGS)
+
+
+def test_a_predictions_bar_goes_from_low_to_high():
+    run = with_peers(run_of((1024,)))
+    (axes, _) = plots.ladder(run).axes
+    bars = [tuple(line.get_xdata()) for line in axes.lines]
+    for bands in run["contexts"][0]["predicted"].values():
+        for band in bands.values():
+            assert bars.count(tuple(band)) == len(STAGES)
+
+
+def test_predictions_are_hollow_and_measurements_are_not():
+    figure = plots.ladder(with_peers(run_of((1024,))))
+    marks = [line for line in figure.axes[0].lines if line.get_marker() not in ("None", None, "")]
+    hollow = [line for line in marks if line.get_markerfacecolor() == "white"]
+    assert len(hollow) == 2 * len(STAGES)
+    timed = len(RUNGS) + len(PEERS) - 2
+    assert len(marks) - len(hollow) == timed
+
+
+def test_predictions_are_called_predicted_and_only_where_there_are_some():
+    from matplotlib.text import Text
+
+    def words(run):
+        return " ".join(t.get_text() for t in plots.ladder(run).findobj(Text))
+
+    assert "predicted, not measured" in words(with_peers(run_of((64,))))
+    assert "predicted" not in words(run_of((64,)))
+
+
+def test_each_peer_has_a_mark_of_its_own_and_no_colour_of_a_stage():
+    assert list(plots.PEER_MARKS) == list(PEERS)
+    marks = [mark for _, mark in plots.PEER_MARKS.values()]
+    assert len(set(marks)) == len(PEERS) and "o" not in marks  # the stages'
+    own = plots.STAGE_COLOURS["paged_attention"]
+    for name, (colour, _) in plots.PEER_MARKS.items():
+        if name.startswith("paged_attention"):
+            assert colour == own
+        else:
+            assert colour not in plots.STAGE_COLOURS.values()
+
+
+def test_a_device_has_the_same_colour_in_every_figure():
+    from paged_attention.curves import DEVICE_COLOURS
+    from paged_attention.look import DEVICE_MARKS
+
+    assert {device: colour for device, (colour, _) in DEVICE_MARKS.items()} == DEVICE_COLOURS
 
 
 # -- redrawing -----------------------------------------------------------------------------------
