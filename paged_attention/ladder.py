@@ -13,13 +13,13 @@ from dataclasses import dataclass
 import torch
 
 from . import machine, peers
-from .decode import paged_attention
 from .inputs import random_inputs
 from .measure import FloorReader, kv_bytes
 from .predictions import predictions
 from .reference import reference_attention
 from .stages import STAGES
 from .timing import Trial
+from .workspace import Workspace
 
 RUNGS = (*STAGES, "paged_attention")
 
@@ -98,6 +98,7 @@ class ContextRun:
         self.failures: dict[str, str] = {}
         self.skipped: dict[str, str] = {}  # peers, with the reason
         self.notes: dict[str, str] = {}  # on peers
+        self.kept: dict[str, Workspace] = {}  # by calls of the kernel
         self.other_load = machine.OtherLoad()
 
     def run(self, progress) -> None:
@@ -164,6 +165,8 @@ class ContextRun:
         if not trial.num_samples:
             trial.sample()
         self.trials[name] = trial
+        if isinstance(fn, peers.KernelCall):
+            self.kept[name] = fn.workspace
         progress.step(
             f"{self.context:,} tokens: {name} {trial.measurement().seconds * 1e3:.3g} ms"
         )
@@ -198,6 +201,8 @@ class ContextRun:
             result = {"failure": self.failures[name]}
         else:
             result = _as_json(self.trials[name])
+            if name in self.kept:
+                result["peak_bytes"] += self.kept[name].nbytes
         error = self.max_errors.get(name)
         finite = error is not None and error < float("inf")
         return {"name": name, **result, "max_error": error if finite else None}
@@ -215,8 +220,8 @@ def rung(name: str, inputs, settings: Settings, **options) -> Callable[[], torch
     """A call of the named stage, or of the kernel, that takes no arguments."""
     scale = settings.scale
     if name == "paged_attention":
-        return lambda: paged_attention(
-            *inputs,
+        return peers.KernelCall(
+            inputs,
             layout="vllm",
             scale=scale,
             partition_size=settings.partition_size,

@@ -286,7 +286,7 @@ def test_a_wrong_peer_is_shown_as_such_not_timed_and_fails_the_run(
 ):
     def forgets_the_scale(data):
         call, note = peers.paged_attention_hnd(data)
-        data.scale *= 1.5
+        call.options["scale"] *= 1.5
         return call, note
 
     wrong = peers.PEERS["dense_sdpa"]._replace(make=forgets_the_scale)

@@ -5,12 +5,13 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.nn import functional
 
-from paged_attention import fits, ladder, peers, vllm_cpu
+from paged_attention import fits, ladder, peers, plan_decode, vllm_cpu
 from paged_attention.cost import Shape, predict
 from paged_attention.counting import count
 from paged_attention.device import PROFILES
@@ -325,3 +326,15 @@ def test_predictions_are_the_cost_models_for_published_profiles():
 def test_the_device_that_is_measured_is_not_predicted(monkeypatch):
     monkeypatch.setattr("paged_attention.predictions.device_slug", lambda device: "h200")
     assert set(predictions(ladder.Settings(), 1000)) == {"BI-V100"}
+
+
+def test_the_kernels_peak_in_the_ladder_includes_the_workspace_that_it_keeps():
+    shape = {"num_heads": 6, "num_kv_heads": 2, "head_size": 16, "partition_size": 512}
+    settings = ladder.Settings(
+        stages=("paged_attention",), peers=("paged_attention_HND",), **shape
+    )
+    run = ladder.ContextRun(settings, 5000)
+    run.run(SimpleNamespace(say=lambda _: None, step=lambda _: None, expect=lambda _: None))
+    for layout, [result] in (("vllm", run.entry()["stages"]), ("HND", run.entry()["peers"])):
+        plan = plan_decode(**shape, block_size=16, layout=layout, seq_lens=[5000])
+        assert 0 <= result["peak_bytes"] - plan.workspace_bytes < 200_000
