@@ -14,7 +14,7 @@ import torch
 
 from . import machine, peers
 from .inputs import random_inputs
-from .measure import FloorReader, kv_bytes
+from .measure import FloorReader, in_turns, kv_bytes
 from .predictions import predictions
 from .reference import reference_attention
 from .stages import STAGES
@@ -128,7 +128,7 @@ class ContextRun:
         progress.expect(1 + len(settings.stages) + len(settings.peers) + rounds)
         self.other_load = machine.OtherLoad()
         for number in range(1, rounds + 1):
-            for trial in self.trials.values():
+            for trial in in_turns(self.trials.values(), number - 1):
                 trial.sample(_TURN_SECONDS)
             progress.step(f"round {number} of {rounds}" if round_seconds > 1 else "")
 

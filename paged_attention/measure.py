@@ -33,6 +33,7 @@ __all__ = [
     "device_name",
     "floor",
     "FloorReader",
+    "in_turns",
     "interleaved",
     "kv_bytes",
     "measure",
@@ -70,9 +71,10 @@ def interleaved(
     device=None,
     synchronize=None,
     min_seconds: float = 0.5,
-    rounds: int = 5,
+    rounds: int = 6,
 ) -> dict[str, Measurement]:
-    """Measure several callables in one run, taking turns, so that a busy moment hits them all.
+    """Measure several callables in one run, taking turns, so that a busy moment hits them all, and
+    in turned order every other round, so that it doesn't matter which one comes after which.
 
     Args:    fns: by name; the order of a round
              min_seconds: of sampling for each, spread over the rounds
@@ -89,13 +91,18 @@ def interleaved(
     for name, fn in fns.items():
         trials[name] = Trial(fn, device=device, synchronize=synchronize)
         trials[name].first_result = None
-    for _ in range(rounds):
-        for trial in trials.values():
+    for number in range(rounds):
+        for trial in in_turns(trials.values(), number):
             trial.sample(min_seconds / rounds)
     for trial in trials.values():
         while trial.num_samples < MIN_SAMPLES:
             trial.sample()
     return {name: trial.measurement() for name, trial in trials.items()}
+
+
+def in_turns(trials, number: int) -> list:
+    """The order of round `number`, from 0: there and back."""
+    return list(trials) if number % 2 == 0 else list(trials)[::-1]
 
 
 @dataclass(frozen=True)
