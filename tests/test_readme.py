@@ -47,6 +47,12 @@ def test_the_readme_is_short():
     assert len(README.splitlines()) < 150
 
 
+def test_the_notebooks_rows_are_one_table():
+    lines = README.splitlines()
+    rows = [i for i, line in enumerate(lines) if line.startswith("| [")]
+    assert rows == list(range(rows[0], rows[0] + len(ROWS)))
+
+
 def test_every_notebook_has_its_row():
     there = sorted(p.name for p in (ROOT / "notebooks").glob("*.ipynb"))
     assert [path.removeprefix("notebooks/") for path, _ in ROWS] == there
