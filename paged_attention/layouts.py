@@ -130,9 +130,8 @@ def _in_pieces(key_cache):
 
 def _rows(tokens):
     """Args: tokens: (num_blocks, num_kv_heads, block_size, ...), a view of a cache, not empty"""
-    num_blocks, num_kv_heads, block_size = tokens.shape[:3]
     sizes, strides = tokens.shape, tokens.stride()
-    apart = strides[-1] == 1 and strides[2] != sizes[-1] and block_size > 1
+    apart = strides[-1] == 1 and strides[2] != sizes[-1] and sizes[2] > 1
     steps = [strides[dim] if sizes[dim] > 1 else 0 for dim in range(3 if apart else 2)]
     row_stride = math.gcd(*steps) or 1
     steps = [step // row_stride for step in steps]
@@ -173,8 +172,7 @@ def gather(rows, row_ids, out):
 
 def select(source, index, out):
     """source[index] along the first dimension, into out."""
-    if (
-        out.is_meta
-    ):  # where torch 2.1's index_select would resize out; without values, any copy does
+    # On meta torch 2.1's index_select would resize out; without values, any copy does.
+    if out.is_meta:
         return out.copy_(source[:1].expand_as(out))
     return torch.index_select(source, 0, index, out=out)

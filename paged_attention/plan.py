@@ -163,7 +163,8 @@ class DecodePlan:
         Layout, partition size and lengths are the plan's. Types, ranks, shapes, dtypes, devices
         and aliasing are checked, values never: an id outside the pool, or a length beyond what
         was planned, is the caller's to rule out. An exact plan doesn't read seq_lens; a capacity
-        plan reads it on the device, and never follows a table entry past a sequence's end.
+        plan reads it on the device, and never follows a table entry past a sequence's end. A
+        sequence longer than its capacity, or than its row of the table covers, becomes NaN.
 
         Nothing is read back to the host and, given `out` and a workspace that has served this
         plan, nothing is allocated but views (and lse).
@@ -204,7 +205,7 @@ class DecodePlan:
         else:
             names = "query", "key_cache", "value_cache", "block_tables", "seq_lens"
             read = dict(zip(names, inputs), k_scale=scales[0], v_scale=scales[1])
-            check_out(out, query, read)
+            check_out(out, query, read | dict.fromkeys(["workspace"], *workspace.tensors()))
         lse = query.new_empty(query.shape[:-1], dtype=torch.float32) if return_lse else None
         views = workspace.views(self._schedule.buffers, self.device)
         run(self._schedule, options, inputs, self.layout, views, out, lse)

@@ -59,8 +59,7 @@ class Schedule:
         self.num_seqs, self.longest = len(lengths), max(lengths, default=0)
         num_states = [ceil_div(length, partition_size) for length in lengths]
         order = sorted(range(len(lengths)), key=num_states.__getitem__, reverse=True)  # stable
-        in_order = all(place == seq for place, seq in enumerate(order))
-        self.inverse = None if in_order else _tensor(order).argsort().to(device)
+        self.inverse = None if order == sorted(order) else _tensor(order).argsort().to(device)
         self.segments, first_state = _segments(order, num_states, heads.num_heads)
 
         self.num_states = sum(num_states) * heads.num_heads
@@ -147,6 +146,7 @@ class Schedule:
             sizes["raw"] = dtype, tokens * num_kv_heads * head_size
         if self.static:
             sizes["seq_lens"] = torch.int64, self.num_seqs
+            sizes["too_long"] = torch.bool, self.num_seqs
             sizes["left"] = torch.int64, len(self.seqs)
             sizes["dead_blocks"] = torch.bool, len(self.block_seqs)
         return sizes

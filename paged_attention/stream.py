@@ -59,7 +59,7 @@ def _phase1(schedule, caches, block_tables, seq_lens, views):
     acc, s = acc_s[:, :-1], acc_s[:, -1:]
     left, block_ids = schedule.left, _block_ids(schedule, block_tables, views)
     if schedule.static:
-        left = _mask_what_is_dead(schedule, seq_lens, block_ids, views)
+        left = _mask_what_is_dead(schedule, block_tables, seq_lens, block_ids, query, views)
     for wave in schedule.waves:
         buffers = _wave_buffers(schedule, wave, views)
         select(query, wave.seqs, buffers.seq_query)
@@ -88,27 +88,31 @@ def _block_ids(schedule, block_tables, views):
     num_blocks = len(schedule.block_seqs)
     places = views("places", num_blocks)  # in the flattened table
     columns = block_tables.shape[1]
-    torch.add(schedule.block_columns, schedule.block_seqs, alpha=columns, out=places)
+    in_row = schedule.block_columns
     if schedule.static:  # the table may be narrower than the capacity
-        places.clamp_(max=block_tables.numel() - 1)
+        in_row = torch.clamp(in_row, max=columns - 1, out=places)
+    torch.add(in_row, schedule.block_seqs, alpha=columns, out=places)
     ids = views("table_ids", num_blocks, dtype=block_tables.dtype)
     torch.take(block_tables, places, out=ids)
     return views("block_ids", num_blocks).copy_(ids)
 
 
-def _mask_what_is_dead(schedule, seq_lens, block_ids, views):
+def _mask_what_is_dead(schedule, block_tables, seq_lens, block_ids, query, views):
     """For a static schedule, whose lengths are on the device: a block past a sequence's end is
-    never followed, block 0 is read in its place, and what was read is masked.
+    never followed, block 0 is read in its place, and what was read is masked. A sequence longer
+    than was planned, or than its row covers, becomes NaN: a part of it would pass for all of it.
 
     Returns: left: (work items,), tokens from an item's start to its sequence's end
     """
     num_blocks, num_items = len(block_ids), len(schedule.seqs)
     lens = views("seq_lens", schedule.num_seqs).copy_(seq_lens)
-    starts = views("places", num_blocks)
-    torch.mul(schedule.block_columns, schedule.heads.block_size, out=starts)
+    block_size = schedule.heads.block_size
+    most = min(schedule.longest, block_tables.shape[1] * block_size)
+    too_long = torch.gt(lens, most, out=views("too_long", len(lens)))
+    query.masked_fill_(too_long[:, None, None], torch.nan)
+    starts = torch.mul(schedule.block_columns, block_size, out=views("places", num_blocks))
     block_lens = select(lens, schedule.block_seqs, views("table_ids", num_blocks))
-    dead = torch.ge(starts, block_lens, out=views("dead_blocks", num_blocks))
-    block_ids.masked_fill_(dead, 0)
+    block_ids.masked_fill_(torch.ge(starts, block_lens, out=views("dead_blocks", num_blocks)), 0)
     return select(lens, schedule.seqs, views("left", num_items)).sub_(schedule.starts)
 
 

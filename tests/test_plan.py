@@ -517,3 +517,35 @@ def test_out_over_an_input_is_refused_by_a_run():
     dense, pool = batch([75, 9], "HND")
     with pytest.raises(ValueError, match="out must not overlap query"):
         plan_decode(**GOOD).run(dense.query, *pool, out=dense.query)
+
+
+@pytest.mark.parametrize("kind", ["exact", "capacity"])
+def test_out_in_the_workspace_is_refused_wherever_it_lies(kind):
+    dense, pool = batch([75, 9], "HND")
+    lengths = {"seq_lens": [75, 9]} if kind == "exact" else {"num_seqs": 2, "max_seq_len": 99}
+    plan, workspace = planned("HND", **lengths), Workspace()
+    plan.run(dense.query, *pool, workspace=workspace)
+    [memory] = workspace.tensors()
+    for first in range(0, memory.numel() - dense.query.numel(), 997):
+        out = memory[first : first + dense.query.numel()].view(dense.query.shape)
+        with pytest.raises(ValueError, match="out must not overlap workspace"):
+            plan.run(dense.query, *pool, out=out, workspace=workspace)
+
+
+@in_each_layout
+@pytest.mark.parametrize(
+    "max_seq_len, columns", [(200, 5), (40, None)], ids=["narrow table", "small capacity"]
+)
+def test_a_sequence_longer_than_a_capacity_plan_can_serve_becomes_nan_and_no_other_does(
+    layout, max_seq_len, columns
+):
+    """Neither a part of it nor another's blocks, which lie next to its row's end in the table."""
+    dense, (key, value, tables, lens) = batch([75, 9, 33], layout)
+    plan = planned(layout, num_seqs=3, max_seq_len=max_seq_len)
+    out, lse = plan.run(
+        dense.query, key, value, tables[:, :columns].contiguous(), lens, return_lse=True
+    )
+    right, right_lse = oracle(*dense)
+    assert out[0].isnan().all() and lse[0].isnan().all()
+    assert_close(out[1:], right[1:])
+    assert_close(lse[1:], right_lse[1:])
