@@ -205,7 +205,7 @@ class DecodePlan:
         else:
             names = "query", "key_cache", "value_cache", "block_tables", "seq_lens"
             read = dict(zip(names, inputs), k_scale=scales[0], v_scale=scales[1])
-            check_out(out, query, read | dict.fromkeys(["workspace"], *workspace.tensors()))
+            check_out(out, query, read | {"workspace": next(iter(workspace.tensors()), None)})
         lse = query.new_empty(query.shape[:-1], dtype=torch.float32) if return_lse else None
         views = workspace.views(self._schedule.buffers, self.device)
         run(self._schedule, options, inputs, self.layout, views, out, lse)
