@@ -47,20 +47,21 @@ def merge_states(outs, lses):
     acc_s = torch.cat([acc.masked_fill(~seen, 0.0), seen.float()], dim=-1)
     merged, m = acc_s.new_zeros(rows + 1, 1, head_size + 1), lses.new_full((rows,), LOWEST)
     if acc_s.numel():
-        merge_rows(acc_s, lses.clamp(min=LOWEST), merged, m)
+        lses = lses.clamp(min=LOWEST)
+        merge_rows(acc_s, lses, torch.empty_like(lses), merged, m)
     lse = lses.new_empty(outs.shape[1:-1])
     out = finish(merged[:-1, 0], m, lse.view(rows))
     return out.to(outs.dtype).view(outs.shape[1:]), lse
 
 
-def merge_rows(acc_s, m, out_acc_s, out_m):
+def merge_rows(acc_s, m, weights, out_acc_s, out_m):
     """Merge each row's states into one, writing to memory that is there already.
 
     The merge of a segmented reduction: a row is one sequence and query head, its states are
     adjacent, and rows of equally many states come together, so that nothing is padded.
 
     Args:    acc_s: (rows, num_states, head_size + 1), acc and s side by side, reduced by one GEMM
-             m: (rows, num_states), finite or NaN, overwritten
+             m: (rows, num_states), finite or NaN;  weights: like m, overwritten
              out_acc_s: (rows, 1, head_size + 1), in memory for two rows at least;  out_m: (rows,)
     """
     if m.shape[1] == 1:  # SingleTile
@@ -68,7 +69,7 @@ def merge_rows(acc_s, m, out_acc_s, out_m):
         out_m.copy_(m.squeeze(1))
         return
     torch.amax(m, 1, out=out_m)
-    weights = m.sub_(out_m.unsqueeze(1)).exp_()  # (rows, num_states)
+    torch.sub(m, out_m.unsqueeze(1), out=weights).exp_()
     batched_gemm(weights.unsqueeze(1), acc_s, out_acc_s)
 
 

@@ -84,6 +84,7 @@ class Schedule:
             spans = [length - first for length, first in zip(lengths, firsts)]
         num_states = [ceil_div(span, partition_size) for span in spans]
         order = sorted(range(len(lengths)), key=num_states.__getitem__, reverse=True)  # stable
+        self.order = order  # of the sequences, in the merge
         self.inverse = None if order == sorted(order) else _tensor(order).argsort().to(device)
         self.segments, first_state = _segments(order, num_states, heads.num_rows)
         self.num_states = sum(num_states) * heads.num_rows
@@ -160,6 +161,7 @@ class Schedule:
             "wave_acc": (torch.float32, matrices * group * head_size),
             "acc_s": (torch.float32, self.num_states * (head_size + 1)),
             "m": (torch.float32, self.num_states),
+            "weights": (torch.float32, self.num_states),
             "merged_acc_s": (torch.float32, (rows + 1) * (head_size + 1)),
             "merged_m": (torch.float32, rows),
             "sorted_acc_s": (torch.float32, moved * (head_size + 1)),

@@ -189,6 +189,7 @@ def _phase2(schedule, views):
     """
     num_seq_rows, head_size = schedule.heads.num_rows, schedule.heads.head_size
     acc_s, m = views("acc_s", schedule.num_states, head_size + 1), views("m", schedule.num_states)
+    weights = views("weights", schedule.num_states)
     rows = schedule.num_seqs * num_seq_rows
     merged_acc_s = views("merged_acc_s", rows + 1, 1, head_size + 1)  # one more than there are:
     merged_m = views("merged_m", rows)  # batched_gemm wants room for two
@@ -202,6 +203,7 @@ def _phase2(schedule, views):
         merge_rows(
             acc_s[states].view(num_rows, num_states, head_size + 1),
             m[states].view(num_rows, num_states),
+            weights[states].view(num_rows, num_states),
             out_acc_s,
             out_m,
         )
@@ -215,10 +217,31 @@ def _phase2(schedule, views):
     )
 
 
+def partial_states(schedule, views):
+    """What the last run left in Phase 2's hands, until the next one.
+
+    Returns: a list of (seqs, acc_s, m) for sequences of equally many partitions, seqs a list of
+             int, acc_s (seqs, num_heads, q_len, partitions, head_size + 1), m without the last.
+             acc is unnormalised and not yet times v_scale; no sink is among them
+    """
+    heads, states = schedule.heads, []
+    acc_s = views("acc_s", schedule.num_states, heads.head_size + 1)
+    m = views("m", schedule.num_states)
+    for row, num_rows, state, num_states in schedule.segments:
+        first, num_seqs = row // heads.num_rows, num_rows // heads.num_rows
+        shape = num_seqs, heads.num_heads, heads.q_len, num_states
+        of_segment = slice(state, state + num_rows * num_states)
+        seqs = schedule.order[first : first + num_seqs]
+        states.append(
+            (seqs, acc_s[of_segment].view(*shape, heads.head_size + 1), m[of_segment].view(shape))
+        )
+    return states
+
+
 def _write_result(heads, options, acc_s, m, views, out, lse):
     """out = acc / s * v_scale and lse = m + ln s, or (0, -inf) where no key was seen."""
     shape = len(m), heads.num_heads, heads.q_len
-    acc_s, m = acc_s.view(*shape, -1), m.view(shape)
+    acc_s, m = acc_s.view(*shape, acc_s.shape[-1]), m.view(shape)
     if options.sinks is not None:
         sinks = views("sinks", heads.num_heads).copy_(options.sinks).unsqueeze(1)
         m = merge_sink(acc_s, m, sinks, views("sink_m", *shape), views("sink_s", *shape))
