@@ -1,0 +1,25 @@
+"""For vLLM: its attention operations on this package's kernel, and a plugin that puts them where a
+build of vLLM has none. Nothing of vLLM is imported until the plugin is asked to register.
+
+    attention.py  paged_attention_v1, paged_attention_v2    choice.py    when V2 is worth it
+    states.py     what V2 leaves behind, merge_attn_states  dispatch.py  forward_decode
+    writes.py     reshape_and_cache                         plugin.py    register, unregister
+    scales.py     kv_cache_dtype, k_scale, v_scale
+"""
+
+from .attention import paged_attention_v1, paged_attention_v2
+from .choice import takes_v2, upstream_takes_v2
+from .plugin import register, unregister
+from .states import merge_attn_states
+from .writes import reshape_and_cache
+
+__all__ = [
+    "merge_attn_states",
+    "paged_attention_v1",
+    "paged_attention_v2",
+    "register",
+    "reshape_and_cache",
+    "takes_v2",
+    "unregister",
+    "upstream_takes_v2",
+]
