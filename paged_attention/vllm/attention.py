@@ -63,11 +63,9 @@ def paged_attention_v1(
     )
     tensors = query, key_cache, value_cache, block_tables, seq_lens
     numbers = num_kv_heads, block_size, max_seq_len
-    kv_cache_dtype, *scales = cache_options(kv_cache_dtype, k_scale, v_scale)
-    options = scale, alibi_slopes, kv_cache_dtype, *scales
-    plan, options = _planned(out, tensors, numbers, options, PARTITION_SIZE)
-    workspace = default_workspace(query.device)
-    plan.run_checked(tensors, options, kv_cache_dtype, workspace, out, return_lse=False)
+    options = scale, alibi_slopes, *cache_options(kv_cache_dtype, k_scale, v_scale)
+    plan, run_arguments = _planned(out, tensors, numbers, options, PARTITION_SIZE)
+    plan.run_checked(*run_arguments)
 
 
 def paged_attention_v2(
@@ -113,18 +111,20 @@ def paged_attention_v2(
     )
     tensors = query, key_cache, value_cache, block_tables, seq_lens
     numbers = num_kv_heads, block_size, max_seq_len
-    kv_cache_dtype, *scales = cache_options(kv_cache_dtype, k_scale, v_scale)
-    options = scale, alibi_slopes, kv_cache_dtype, *scales
-    plan, options = _planned(out, tensors, numbers, options, partition_size())
+    options = scale, alibi_slopes, *cache_options(kv_cache_dtype, k_scale, v_scale)
+    plan, run_arguments = _planned(out, tensors, numbers, options, partition_size())
     scratch = exp_sum, max_logits, tmp_out
     check_scratch(*scratch, out, max_seq_len, plan.partition_size)
-    workspace = default_workspace(query.device)
-    plan.run_checked(tensors, options, kv_cache_dtype, workspace, out, return_lse=False)
+    plan.run_checked(*run_arguments)
+    _, options, _, workspace, *_ = run_arguments
     write_states(plan, workspace, seq_lens, options.v_scale, *scratch)
 
 
 def _planned(out, tensors, numbers, options, partition_size):
-    """The plan and the Options of one step, all but the scratch and the rest of `out` checked."""
+    """Check one step's arguments, but for its scratch, and plan it.
+
+    Returns: the plan, and the arguments of its run_checked
+    """
     query, key_cache, value_cache, block_tables, seq_lens = tensors
     num_kv_heads, block_size, max_seq_len = numbers
     scale, alibi_slopes, kv_cache_dtype, k_scale, v_scale = options
@@ -150,11 +150,17 @@ def _planned(out, tensors, numbers, options, partition_size):
         check_block_ids(lengths, [0] * len(lengths), block_tables, geometry)
         plan = DecodePlan(heads, "vllm", query.device, lengths, False, partition_size)
     else:
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "vLLM's operations on this package can't be captured in a CUDA graph: "
+                "enforce_eager must be True"
+            )
         # Rounded up, so that the plan serves all layers, and as many steps as a partition has.
         capacity = whole_blocks(max_seq_len, whole_blocks(partition_size, block_size))
         capacity = min(capacity, block_tables.shape[1] * block_size)
         plan = _capacity_plan(heads, query.device, len(query), capacity, partition_size)
-    return plan, options
+    workspace = default_workspace(query.device)
+    return plan, (tensors, options, kv_cache_dtype, workspace, out, False)
 
 
 @functools.lru_cache(maxsize=16)
