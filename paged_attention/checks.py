@@ -244,11 +244,12 @@ def check_block_ids(lengths, firsts, block_tables, geometry):
     outside = (table < 0) | (table >= geometry.num_blocks)  # (num_seqs, max_blocks)
     if not outside.any():
         return
-    ends = [ceil_div(seq_len, geometry.block_size) for seq_len in lengths]
-    firsts = [first // geometry.block_size for first in firsts]
-    firsts, ends = torch.tensor([firsts, ends], device="cpu").unsqueeze(2)
     columns = torch.arange(table.shape[1], device="cpu")
-    live = (columns >= firsts) & (columns < ends)
+    ends = [ceil_div(seq_len, geometry.block_size) for seq_len in lengths]
+    live = columns < torch.tensor(ends, device="cpu").unsqueeze(1)
+    if any(firsts):
+        firsts = [first // geometry.block_size for first in firsts]
+        live &= columns >= torch.tensor(firsts, device="cpu").unsqueeze(1)
     bad = (live & outside).nonzero()
     if len(bad):
         seq, column = bad[0].tolist()

@@ -175,6 +175,7 @@ class Schedule:
             "empty": (torch.bool, rows),
             "slopes": (torch.float32, num_heads),
             "sinks": (torch.float32, num_heads),
+            "scale": (torch.float32, num_kv_heads),
             "sink_m": (torch.float32, rows),
             "sink_s": (torch.float32, rows),
             "places": (torch.int64, len(self.block_seqs)),

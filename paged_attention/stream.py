@@ -51,7 +51,8 @@ def _scaled_query(heads, query, options, views):
     scale of the logits, and of the keys."""
     scaled = views("query", len(query), heads.num_heads, heads.q_len, heads.lanes)
     scaled = scaled[..., : heads.head_size]
-    _multiply(scaled.copy_(_by_head(query, 3)).mul_(options.scale), options.k_scale)
+    scaled.copy_(_by_head(query, 3)).mul_(options.scale)
+    _multiply(heads, scaled, options.k_scale, views)
 
 
 def _by_head(tensor, rank):
@@ -59,15 +60,16 @@ def _by_head(tensor, rank):
     return (tensor.unsqueeze(1) if tensor.dim() == rank else tensor).transpose(1, 2)
 
 
-def _multiply(heads, scale):
-    """heads *= scale, a number or one for each KV head; heads: (num_seqs, num_heads, ..)"""
+def _multiply(heads, rows, scale, views):
+    """rows *= scale, a number or one for each KV head.
+
+    Args:    rows: (num_seqs, num_heads, q_len, head_size)
+    """
     if isinstance(scale, torch.Tensor):
-        if scale.dim():
-            heads = heads.unflatten(1, (len(scale), -1))
-            scale = scale.view(-1, *[1] * (heads.dim() - 2))
-        heads.mul_(scale)
+        scale = views("scale", heads.num_kv_heads).copy_(scale).view(-1, 1, 1, 1)
+        rows.unflatten(1, (heads.num_kv_heads, -1)).mul_(scale)
     elif scale != 1.0:
-        heads.mul_(scale)
+        rows.mul_(scale)
 
 
 def _phase1(schedule, options, caches, meaning, block_tables, seq_lens, views):
@@ -263,6 +265,6 @@ def _write_result(heads, options, acc_s, m, views, out, lse):
         m = merge_sink(acc, s, m, sinks, views("sink_m", *shape), views("sink_s", *shape))
     empty = torch.eq(s, 0, out=views("empty", *shape)).unsqueeze(-1)
     result = finish(acc, s, m, None if lse is None else _by_head(lse, 2))
-    _multiply(result, options.v_scale)
+    _multiply(heads, result, options.v_scale, views)
     # A scale times 0 may be NaN.
     _by_head(out, 3).copy_(result.masked_fill_(empty, 0.0))
