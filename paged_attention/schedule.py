@@ -36,6 +36,11 @@ class Heads(NamedTuple):
         return aligned(self.head_size)
 
     @property
+    def as_stored(self):
+        """Whether K and V can be used as they are in the caches, row by row."""
+        return self.dtype == torch.float32 and self.lanes == self.head_size
+
+    @property
     def reach(self):
         """Tokens that a windowed sequence needs at most: those in sight, and what precedes them
         in their first block."""
@@ -190,7 +195,7 @@ class Schedule:
             "hidden": (torch.bool, tokens * q_len),
             "dead": (torch.bool, tokens),
         }
-        if dtype != torch.float32 or lanes != head_size:
+        if not self.heads.as_stored:
             raw = torch.uint8 if dtype.itemsize == 1 else dtype
             sizes["raw"] = raw, tokens * num_kv_heads * head_size
         if dtype.itemsize == 1:
