@@ -7,6 +7,7 @@
 PYTHON ?= python3
 VENV   ?= .venv
 ARGS   ?=
+VLLM   ?= 0.6.6.post1 0.8.5.post1
 
 # test-oldest has nothing but torch, numpy, pytest and hypothesis, so it runs all tests except those of
 # what surrounds the package: notebooks, figures, command line, packaging.
@@ -14,7 +15,7 @@ TOOL_TESTS := $(wildcard tests/test_notebook*.py tests/test_project.py tests/tes
                          tests/test_plots.py tests/test_figures.py)
 UNIT_TESTS := $(filter-out $(TOOL_TESTS),$(wildcard tests/test_*.py))
 
-.PHONY: help run test lab notebooks figures lint test-oldest clean
+.PHONY: help run test lab notebooks figures lint test-oldest test-vllm clean
 
 ifeq ($(strip $(VENV)),)
 $(error VENV is empty: name a folder, or none)
@@ -53,8 +54,9 @@ help:
 	@echo "make figures      redraw every figure from the JSON beside it"
 	@echo "make lint         ruff check and format"
 	@echo "make test-oldest  unit tests on torch 2.1.2 and numpy 1 (a large download)"
-	@echo "make clean        remove .venv, .venv-oldest and caches"
-	@echo "VENV=none         the Python at hand, nothing installed (test-oldest has a venv of its own)"
+	@echo "make test-vllm    the plugin in vLLM's own wheels, on a CPU (a large download)"
+	@echo "make clean        remove .venv, .venv-oldest, .venv-vllm-* and caches"
+	@echo "VENV=none         the Python at hand, nothing installed (test-oldest and test-vllm have venvs of their own)"
 
 run: $(READY)
 	$(call need,torch numpy)
@@ -86,6 +88,10 @@ figures: $(READY)
 test-oldest: .venv-oldest/.installed
 	.venv-oldest/bin/python -m pytest $(UNIT_TESTS)
 
+test-vllm: $(VLLM:%=.venv-vllm-%/.installed)
+	set -e; for version in $(VLLM); do \
+		VLLM_VERSION=$$version .venv-vllm-$$version/bin/python -m pytest tests/vllm_wheels.py; done
+
 # The stamps come last, so that an interrupted installation goes on at the next make.
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(call version,v.minor >= 11,making $(VENV) needs Python 3.11 or newer)
@@ -101,5 +107,15 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 		'torch==2.1.2' 'numpy<2' pytest hypothesis -e .
 	@touch $@
 
+# torch and pytest are those of $(PY), by a path file; nothing that is installed may bring another torch.
+.venv-vllm-%/.installed: tests/vllm_pins/%.txt pyproject.toml $(READY)
+	$(call need,torch numpy pytest hypothesis)
+	$(call make_venv,.venv-vllm-$*)
+	$(PY) -c "import sysconfig; print(sysconfig.get_path('purelib'))" > \
+		"$$(.venv-vllm-$*/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/base.pth"
+	.venv-vllm-$*/bin/python -m pip install --disable-pip-version-check --no-deps -r $<
+	.venv-vllm-$*/bin/python -m pip install --disable-pip-version-check --no-deps -e .
+	@touch $@
+
 clean:
-	rm -rf .venv .venv-oldest .pytest_cache .ruff_cache .hypothesis build *.egg-info
+	rm -rf .venv .venv-oldest .venv-vllm-* .pytest_cache .ruff_cache .hypothesis build *.egg-info

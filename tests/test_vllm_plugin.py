@@ -478,7 +478,8 @@ def test_vllm_finds_the_plugin_by_its_entry_point():
 
 
 def test_a_captured_graph_is_refused(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    for name in ("is_initialized", "is_current_stream_capturing"):
+        monkeypatch.setattr(torch.cuda, name, lambda: True)
     step = Step([40])
     query, key_cache, value_cache, tables, lens = (x.to("meta") for x in step.arguments()[:5])
     rest = 2, 1.0, tables, lens, 16, 40

@@ -150,7 +150,7 @@ def _planned(out, tensors, numbers, options, partition_size):
         check_block_ids(lengths, [0] * len(lengths), block_tables, geometry)
         plan = DecodePlan(heads, "vllm", query.device, lengths, False, partition_size)
     else:
-        if torch.cuda.is_current_stream_capturing():
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 "vLLM's operations on this package can't be captured in a CUDA graph: "
                 "enforce_eager must be True"

@@ -7,6 +7,7 @@ import torch
 
 from ..partition import ceil_div
 from ..phase2 import merge_states
+from ..states import partial_states
 
 
 def check_scratch(exp_sum, max_logits, tmp_out, out, max_seq_len, partition_size):
@@ -41,10 +42,10 @@ def write_states(plan, workspace, seq_lens, v_scale, exp_sum, max_logits, tmp_ou
                    cached values
     """
     seq_lens = seq_lens.to(exp_sum.device).view(-1, 1, 1)
-    for seqs, acc_s, m in plan.partial_states(workspace):
-        acc_s, m = acc_s.squeeze(2), m.squeeze(2)  # (seqs, num_heads, num_states, ..), q_len is 1
+    for seqs, *state in partial_states(plan, workspace):
+        acc, s, m = (tensor.squeeze(2) for tensor in state)  # (seqs, num_heads, num_states, ...)
         seqs = slice(None) if len(seqs) == plan.num_seqs else seqs  # a list would be copied over
-        attention = acc_s[..., :-1] / acc_s[..., -1:]
+        attention = acc / s.unsqueeze(-1)
         if isinstance(v_scale, torch.Tensor) and v_scale.dim():
             by_kv_head = attention.unflatten(1, (len(v_scale), -1))
             attention = (by_kv_head * v_scale.view(-1, 1, 1, 1)).flatten(1, 2)
@@ -54,12 +55,12 @@ def write_states(plan, workspace, seq_lens, v_scale, exp_sum, max_logits, tmp_ou
         starts = torch.arange(m.shape[2], device=m.device) * plan.partition_size
         live = starts < seq_lens[seqs]  # (seqs, 1, num_states)
         place = seqs, slice(None), slice(m.shape[2])
-        for scratch, state, seen in (
-            (exp_sum, acc_s[..., -1], live),
+        for scratch, of_kind, seen in (
+            (exp_sum, s, live),
             (max_logits, m, live),
             (tmp_out, attention, live.unsqueeze(-1)),
         ):
-            scratch[place] = torch.where(seen, state.to(scratch.dtype), scratch[place])
+            scratch[place] = torch.where(seen, of_kind.to(scratch.dtype), scratch[place])
 
 
 def merge_attn_states(
