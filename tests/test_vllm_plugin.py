@@ -193,6 +193,31 @@ def test_a_native_v2_that_is_not_implemented_is_found_at_its_first_call_which_is
     assert state(vllm.ops, vllm.attention) == vllm.before
 
 
+@pytest.mark.parametrize("raises", [None, NotImplementedError("no kernel")])
+@pytest.mark.parametrize("registered", [True, False])
+def test_one_who_looked_v2_up_before_its_first_call_is_served_all_the_same(
+    tree, log, monkeypatch, raises, registered
+):
+    vllm = tree("upstream")
+    calls = native(monkeypatch, *NAMES, raises=raises)
+    register()
+    v2 = vllm.ops.paged_attention_v2
+    if not registered:
+        unregister()
+    lines(log)
+    step = Step([600])
+    query, *caches, tables, lens, longest, kind, kv_heads, scale, slopes, k, v = step.arguments()
+    for _ in range(3):
+        out = torch.empty_like(query)
+        rest = kv_heads, scale, tables, lens, 16, longest, slopes, kind, k, v
+        v2(out, *dispatch.scratch(query, longest), query, *caches, *rest)
+        assert out.eq(7).all() if raises is None else step.assert_right(out) is None
+    assert len(calls) == (3 if raises is None else 1)
+    assert len(lines(log)) == (0 if raises is None else 1)
+    settled = ours.paged_attention_v2 if raises and registered else vllm.before[NAMES[1]]
+    assert vllm.ops.paged_attention_v2 is settled
+
+
 def test_another_error_of_a_native_v2_is_the_callers(tree, monkeypatch):
     vllm = tree("upstream")
     native(monkeypatch, *NAMES, raises=RuntimeError("out of memory"))

@@ -94,36 +94,44 @@ def _install(mode):
 
 def _until_known(attention, ops, native_v2):
     """V2 until its first call has shown whether there is one behind the name."""
+    served_by = None
+
+    def settle(function):
+        nonlocal served_by
+        served_by = function
+        with _lock:
+            if (ops, "paged_attention_v2") not in _kept:  # unregistered meanwhile
+                return
+            if ops.paged_attention_v2 is first_call:
+                _set(ops, "paged_attention_v2", function)
+            if function is not native_v2 and (attention, "forward_decode") not in _kept:
+                _choose(attention, ops, native_v2=None)
 
     @functools.wraps(native_v2)
     def first_call(*args, **kwargs):
-        if _takes(native_v2, args, kwargs):
-            try:
-                native_v2(*args, **kwargs)
-                return _set(ops, "paged_attention_v2", native_v2)
-            except NotImplementedError:
-                pass
-        with _lock:
-            _set(ops, "paged_attention_v2", paged_attention_v2)
-            if attention is not None and (attention, "forward_decode") not in _kept:
-                _choose(attention, ops, native_v2=None)
-        logger.info(
-            "paged_attention: paged_attention_v2 is ours, the native one isn't implemented"
-        )
-        return paged_attention_v2(*args, **kwargs)
+        if served_by is not None:  # called by one who had looked it up before
+            return served_by(*args, **kwargs)
+        try:
+            _check_arguments(native_v2, args, kwargs)
+            native_v2(*args, **kwargs)
+        except NotImplementedError as error:
+            logger.info("paged_attention: paged_attention_v2 is ours, the native one: %r", error)
+            paged_attention_v2(*args, **kwargs)
+            settle(paged_attention_v2)
+        else:
+            settle(native_v2)
 
     return first_call
 
 
-def _takes(function, args, kwargs):
-    """Whether a function can be called so; one that can't isn't vLLM's operation."""
+def _check_arguments(function, args, kwargs):
+    """NotImplementedError for a function that can't be called so: it isn't vLLM's operation."""
     try:
         inspect.signature(function).bind(*args, **kwargs)
-    except TypeError:
-        return False
-    except ValueError:  # it doesn't tell
+    except TypeError as error:
+        raise NotImplementedError(str(error)) from error
+    except ValueError:  # compiled, it doesn't tell
         pass
-    return True
 
 
 def _choose(attention, ops, native_v2):
@@ -165,13 +173,13 @@ def _class_with_forward_decode():
 
 def _unused_v2():
     """Names of a vendor's V2 kernels (CoreX's ixformer) that the port has loaded."""
-    return sorted(
-        f"{module}.{name}"
-        for module in [*sys.modules]
-        if module.split(".")[0] == "ixformer"
-        for name in vars(sys.modules[module])
-        if name.endswith("attention_v2")
-    )
+    modules = sorted(name for name in [*sys.modules] if name.split(".")[0] == "ixformer")
+    found = {}  # a kernel is exported by several modules
+    for module in modules:
+        for name in getattr(sys.modules[module], "__dict__", ()):
+            if name.endswith("attention_v2"):
+                found.setdefault(name, f"{module}.{name}")
+    return [*found.values()]
 
 
 def _set(owner, name, new):
