@@ -3,6 +3,8 @@ tensor, and an error by name for what isn't served."""
 
 import inspect
 import math
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -340,6 +342,16 @@ def test_v2_scales_values_by_kv_head():
     stored = Dense(dense.query, keys, values)
     for b, p, _, _, attention in states_of(stored, 512, 32**-0.5):
         assert_close(tmp_out[b, :, p], attention, extra=2 * rounding(stored))
+
+
+def test_the_documented_example_is_plain_attention():
+    text = (Path(__file__).parents[1] / "docs/vllm.md").read_text(encoding="utf-8")
+    [example] = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    names = {}
+    exec(example, names)
+    out, lse = oracle(names["query"], [names["key"]], [names["value"]])
+    assert_close(names["out"], out)
+    assert_close(names["lse"][:, :, 0], lse)
 
 
 # -- faults from the field
