@@ -107,7 +107,10 @@ class PagedLayer(CacheLayerMixin):
         return self.cache.columns + query_length, 0
 
     def get_max_length(self):
+        """-1: what the pool holds is for all of its sequences."""
         return -1
+
+    get_max_cache_shape = get_max_length  # its name in transformers 4
 
     def lazy_initialization(self, key_states, value_states):
         """Nothing: the pool is there."""
