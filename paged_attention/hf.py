@@ -17,6 +17,8 @@ from transformers.cache_utils import CacheLayerMixin
 from .cache import PagedKVCache
 from .plan import plan_decode
 
+NAME = "paged_attention"
+
 
 def kv_pool(config, num_blocks, block_size=16, **more):
     """A PagedKVCache of the shape that a model's attention layers need.
@@ -49,6 +51,7 @@ class PagedCache(DynamicCache):
     def __init__(self, pool, config, seq_ids):
         super().__init__(config=config)
         self.pool, self.seq_ids = pool, list(seq_ids)
+        self.config = config.get_text_config(decoder=True)
         self.pool.extend_all(self.seq_ids, [0] * len(self.seq_ids))  # the new ones exist from now
         self.finished = [False] * len(self.seq_ids)
         self.columns = max(self.pool.seq_lens(self.seq_ids).tolist(), default=0)
@@ -57,7 +60,7 @@ class PagedCache(DynamicCache):
             self.layers[i] = PagedLayer(self, number)
 
     def finish(self, row):
-        """Free a row's blocks while others go on; its later tokens are dropped, its attention 0."""
+        """Free a row's blocks while others go on: later tokens of it are dropped, and see nothing."""
         self.finished[row] = True
         self._empty(self.seq_ids[row])
 
@@ -69,7 +72,7 @@ class PagedCache(DynamicCache):
         self.finished, self.columns = [False] * len(self.seq_ids), 0
 
     def reorder_cache(self, beam_idx):
-        """Let row i go on from what row beam_idx[i] holds, as beam search asks; blocks are shared."""
+        """Let row i go on from what row beam_idx[i] holds, for beam search; blocks are shared."""
         super().reorder_cache(beam_idx)
         sources = beam_idx.tolist()
         copies = [object() for _ in sources]  # names nobody else uses
@@ -94,7 +97,15 @@ class PagedLayer(CacheLayerMixin):
         self.cache, self.number = cache, number
 
     def update(self, key_states, value_states, *args, **kwargs):
-        """What came in; the attention function stores it, since it has the mask."""
+        """What came in; `attention` stores it, since it has the mask.
+
+        Raises:  ValueError: the model's attention is another, which would see no more than this
+        """
+        chosen = self.cache.config._attn_implementation
+        if chosen != NAME:
+            raise ValueError(
+                f'a PagedCache needs model.set_attn_implementation("{NAME}"), got {chosen!r}'
+            )
         key_states.paged_layer = self
         return key_states, value_states
 
@@ -132,12 +143,16 @@ class Mask(NamedTuple):
 class Step:
     """One forward pass: where its tokens go, and how all of its layers attend.
 
-    Args:    q_len: columns of the pass, padding included
+    Args:    num_rows, q_len: rows and columns of the pass, padding included
              tokens: (rows, columns so far), bool, or None, as in Mask
     """
 
-    def __init__(self, cache, q_len, tokens):
+    def __init__(self, cache, num_rows, q_len, tokens):
         pool, seq_ids = cache.pool, cache.seq_ids
+        if len(seq_ids) != num_rows:
+            raise ValueError(
+                f"seq_ids must name each row of the batch, got {len(seq_ids)} for {num_rows}"
+            )
         counts = torch.full((len(seq_ids),), q_len)
         if tokens is not None:
             tokens = tokens.cpu()
@@ -147,11 +162,11 @@ class Step:
         if tokens is not None:
             seen = pool.seq_lens(seq_ids).cpu() + counts
             wrong = (tokens[:, -q_len:] != new).any(dim=1) | (tokens.sum(dim=1) != seen)
-            if (wrong & live).any():
+            for row in (wrong & live).nonzero().flatten().tolist():
                 raise ValueError(
-                    "attention_mask must be 0 on padding, which is on the left, and 1 on all "
-                    f"tokens that the cache holds, got {tokens.int().tolist()} for sequences of "
-                    f"{seen.tolist()} tokens, new ones included"
+                    f"attention_mask[{row}] must be 0 on padding, which is on the left, and 1 on "
+                    f"each of the sequence's {int(seen[row])} tokens, new ones included, got "
+                    f"{_shortened(tokens[row])}"
                 )
         counts = counts.where(live, 0)
         new &= live.unsqueeze(1)
@@ -240,7 +255,7 @@ def attention(
         )
     cache, q_len = layer.cache, query.shape[2]
     if layer.number == 0:
-        cache.step = Step(cache, q_len, attention_mask.tokens)
+        cache.step = Step(cache, len(query), q_len, attention_mask.tokens)
     step, pool = cache.step, cache.pool
     query, key, value = (t.transpose(1, 2) for t in (query, key, value))
     pool.write(key.flatten(0, 1), value.flatten(0, 1), step.slots.flatten(), layer.number)
@@ -280,5 +295,5 @@ def _attention_layers(cache):
     return [i for i, layer in enumerate(cache.layers) if isinstance(layer, CacheLayerMixin)]
 
 
-AttentionInterface.register("paged_attention", attention)
-AttentionMaskInterface.register("paged_attention", mask)
+AttentionInterface.register(NAME, attention)
+AttentionMaskInterface.register(NAME, mask)
