@@ -47,20 +47,21 @@ def merge_states(outs, lses):
     acc_s = torch.cat([acc.masked_fill(~seen, 0.0), seen.float()], dim=-1)
     merged, m = acc_s.new_zeros(rows + 1, 1, head_size + 1), lses.new_full((rows,), LOWEST)
     if acc_s.numel():
-        merge_rows(acc_s, lses.clamp(min=LOWEST), merged, m)
+        lses = lses.clamp(min=LOWEST)
+        merge_rows(acc_s, lses, torch.empty_like(lses), merged, m)
     lse = lses.new_empty(outs.shape[1:-1])
-    out = finish(merged[:-1], m, lse.view(rows, 1))
+    out = finish(merged[:-1, 0], m, lse.view(rows))
     return out.to(outs.dtype).view(outs.shape[1:]), lse
 
 
-def merge_rows(acc_s, m, out_acc_s, out_m):
+def merge_rows(acc_s, m, weights, out_acc_s, out_m):
     """Merge each row's states into one, writing to memory that is there already.
 
     The merge of a segmented reduction: a row is one sequence and query head, its states are
     adjacent, and rows of equally many states come together, so that nothing is padded.
 
     Args:    acc_s: (rows, num_states, head_size + 1), acc and s side by side, reduced by one GEMM
-             m: (rows, num_states), finite or NaN, overwritten
+             m: (rows, num_states), finite or NaN;  weights: like m, overwritten
              out_acc_s: (rows, 1, head_size + 1), in memory for two rows at least;  out_m: (rows,)
     """
     if m.shape[1] == 1:  # SingleTile
@@ -68,7 +69,7 @@ def merge_rows(acc_s, m, out_acc_s, out_m):
         out_m.copy_(m.squeeze(1))
         return
     torch.amax(m, 1, out=out_m)
-    weights = m.sub_(out_m.unsqueeze(1)).exp_()  # (rows, num_states)
+    torch.sub(m, out_m.unsqueeze(1), out=weights).exp_()
     batched_gemm(weights.unsqueeze(1), acc_s, out_acc_s)
 
 
@@ -83,19 +84,31 @@ def batched_gemm(a, b, out):
     return torch.bmm(a, b, out=out if len(out) == len(a) else out[: len(a)])
 
 
+def merge_sink(acc_s, m, sinks, new_m, weight):
+    """Merge one more state into each, that of a key whose logit is the sink and whose value is 0.
+
+    Args:    acc_s: (..., head_size + 1) and m: (...), overwritten
+             sinks: broadcasts to m, finite or -inf;  new_m, weight: like m, overwritten
+    Returns: m, the new one
+    """
+    torch.maximum(m, sinks, out=new_m)
+    acc_s.mul_(m.sub_(new_m).exp_().unsqueeze(-1))
+    acc_s[..., -1].add_(torch.sub(sinks, new_m, out=weight).exp_())
+    return new_m
+
+
 def finish(acc_s, m, lse):
     """The result of a state: acc / s, and m + ln s; exactly (0, -inf) where no key was seen.
 
-    Args:    acc_s: (..., num_heads, head_size + 1), overwritten;  m: (..., num_heads)
-             lse: where m + ln s is to be written, or None
-    Returns: out: (..., num_heads, head_size), a part of acc_s
+    Args:    acc_s: (..., head_size + 1), overwritten;  m: (...)
+             lse: like m, where m + ln s is to be written, or None
+    Returns: out: (..., head_size), a part of acc_s
     """
     acc, s = acc_s[..., :-1], acc_s[..., -1:]
     if lse is not None:
-        torch.log(s, out=lse.view(s.shape)).add_(m.view(s.shape))
-    return acc.div_(
-        s.clamp_(min=1.0)
-    )  # an s that isn't 0 is 1 or more: its largest term is exp(0)
+        torch.log(s.squeeze(-1), out=lse).add_(m)
+    # An s that isn't 0 is 1 or more: its largest term is exp(0).
+    return acc.div_(s.clamp_(min=1.0))
 
 
 def _check_states(outs, lses):
