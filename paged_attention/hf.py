@@ -7,17 +7,11 @@
 Importing this module registers "paged_attention" with transformers: the attention, and its mask.
 """
 
-from typing import NamedTuple
-
-import torch
-from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
 from transformers.cache_utils import CacheLayerMixin
 
 from .cache import PagedKVCache
-from .plan import plan_decode
-
-NAME = "paged_attention"
+from .hf_attention import NAME, attention, mask
 
 
 def kv_pool(config, num_blocks, block_size=16, **more):
@@ -60,7 +54,7 @@ class PagedCache(DynamicCache):
             self.layers[i] = PagedLayer(self, number)
 
     def finish(self, row):
-        """Free a row's blocks while others go on: later tokens of it are dropped, and see nothing."""
+        """Free a row's blocks while the others go on; what it is given from now on is dropped."""
         self.finished[row] = True
         self._empty(self.seq_ids[row])
 
@@ -133,165 +127,8 @@ class PagedLayer(CacheLayerMixin):
         """Nothing: the cache does it for all layers."""
 
 
-class Mask(NamedTuple):
-    """What the model's mask becomes: the kernel needs no more to know which keys a query sees."""
-
-    tokens: torch.Tensor | None  # (rows, columns), bool, what is no padding; None: everything
-    window: int | None
-
-
-class Step:
-    """One forward pass: where its tokens go, and how all of its layers attend.
-
-    Args:    num_rows, q_len: rows and columns of the pass, padding included
-             tokens: (rows, columns so far), bool, or None, as in Mask
-    """
-
-    def __init__(self, cache, num_rows, q_len, tokens):
-        pool, seq_ids = cache.pool, cache.seq_ids
-        if len(seq_ids) != num_rows:
-            raise ValueError(
-                f"seq_ids must name each row of the batch, got {len(seq_ids)} for {num_rows}"
-            )
-        counts = torch.full((len(seq_ids),), q_len)
-        if tokens is not None:
-            tokens = tokens.cpu()
-            counts = tokens[:, -q_len:].sum(dim=1)
-        live = ~torch.tensor(cache.finished, dtype=torch.bool)
-        new = torch.arange(q_len) >= q_len - counts.unsqueeze(1)  # (rows, q_len): padding is left
-        if tokens is not None:
-            seen = pool.seq_lens(seq_ids).cpu() + counts
-            wrong = (tokens[:, -q_len:] != new).any(dim=1) | (tokens.sum(dim=1) != seen)
-            for row in (wrong & live).nonzero().flatten().tolist():
-                raise ValueError(
-                    f"attention_mask[{row}] must be 0 on padding, which is on the left, and 1 on "
-                    f"each of the sequence's {int(seen[row])} tokens, new ones included, got "
-                    f"{_shortened(tokens[row])}"
-                )
-        counts = counts.where(live, 0)
-        new &= live.unsqueeze(1)
-        slots = pool.extend_all(seq_ids, counts.tolist())
-        self.slots = torch.full((len(seq_ids), q_len), -1, dtype=torch.int64, device=slots.device)
-        self.slots[new] = slots
-        cache.columns += q_len
-        self.pool, self.q_len, self.counts = pool, q_len, counts.tolist()
-        self.tables, self.lens = pool.block_tables(seq_ids), pool.seq_lens(seq_ids)
-        self.lengths = self.lens.tolist()
-        self.is_prompt = q_len > 1 and self.lengths == self.counts
-        self.plans = {}
-
-    def plan(self, num_heads, window):
-        """The kernel's plan, made once for all layers alike."""
-        if (num_heads, window) not in self.plans:
-            _, block_size, num_kv_heads, head_size = self.pool.geometry
-            self.plans[num_heads, window] = plan_decode(
-                num_heads=num_heads,
-                num_kv_heads=num_kv_heads,
-                head_size=head_size,
-                block_size=block_size,
-                layout=self.pool.layout,
-                dtype=self.pool.key_cache().dtype,
-                device=self.lens.device,
-                seq_lens=self.lengths,
-                q_len=self.q_len,
-                window=window,
-            )
-        return self.plans[num_heads, window]
-
-
-def mask(*args, attention_mask=None, local_size=None, allow_is_causal_skip=True, **kwargs):
-    """What transformers' mask functions are given, less what follows from causality.
-
-    Raises:  NotImplementedError: a mask of other than causal attention to tokens or to a window
-    """
-    if not allow_is_causal_skip or kwargs.get("use_vmap"):
-        raise NotImplementedError(
-            "paged_attention serves causal attention, whole or to a window, and the model asks "
-            "for another mask"
-        )
-    return Mask(attention_mask, local_size)
-
-
-def attention(
-    module,
-    query,
-    key,
-    value,
-    attention_mask,
-    dropout=0.0,
-    scaling=None,
-    sliding_window=None,
-    softcap=None,
-    s_aux=None,
-    is_causal=True,
-    position_bias=None,
-    **kwargs,
-):
-    """Store a layer's new keys and values in the pool, and attend to all that it holds.
-
-    Args:    query: (rows, num_heads, q_len, head_size)
-             key, value: (rows, num_kv_heads, q_len, head_size), as PagedCache's update gave them
-             attention_mask: a Mask
-             s_aux: the sinks
-    Returns: (rows, q_len, num_heads, head_size), 0 where a query is padding; and None, for the
-             weights, which are never whole
-    """
-    layer = getattr(key, "paged_layer", None)
-    if layer is None or not isinstance(attention_mask, Mask):
-        raise ValueError(
-            "paged_attention needs a model's cache to be a PagedCache, and its attention_mask to "
-            f"have two dimensions, got a mask of {type(attention_mask).__name__} and keys "
-            f"{'of a PagedCache' if layer else 'of no PagedCache'}"
-        )
-    if dropout or is_causal is False or position_bias is not None:
-        raise NotImplementedError(
-            f"paged_attention serves causal attention without dropout or bias, got "
-            f"dropout={dropout}, is_causal={is_causal}, position_bias={position_bias}"
-        )
-    if attention_mask.window != sliding_window:
-        raise NotImplementedError(
-            f"paged_attention serves a window that slides, got sliding_window={sliding_window} "
-            f"and a mask for {attention_mask.window}"
-        )
-    cache, q_len = layer.cache, query.shape[2]
-    if layer.number == 0:
-        cache.step = Step(cache, len(query), q_len, attention_mask.tokens)
-    step, pool = cache.step, cache.pool
-    query, key, value = (t.transpose(1, 2) for t in (query, key, value))
-    pool.write(key.flatten(0, 1), value.flatten(0, 1), step.slots.flatten(), layer.number)
-    window = (
-        None if sliding_window is None or sliding_window >= max(step.lengths) else sliding_window
-    )
-    if step.is_prompt and window is None and softcap is None and s_aux is None:
-        return prompt_attention(query, key, value, step.counts, scaling), None
-    out = step.plan(query.shape[2], window).run(
-        query,
-        pool.key_cache(layer.number),
-        pool.value_cache(layer.number),
-        step.tables,
-        step.lens,
-        scale=scaling,
-        softcap=softcap,
-        sinks=s_aux,
-    )
-    return out, None
-
-
-def prompt_attention(query, key, value, counts, scale):
-    """Each row's newest `count` tokens' attention to themselves, by PyTorch, without padding."""
-    out = torch.zeros_like(query)
-    for row, count in enumerate(counts):
-        if count:
-            q, k, v = (t[row, -count:].transpose(0, 1).unsqueeze(0) for t in (query, key, value))
-            own = scaled_dot_product_attention(
-                q, k, v, is_causal=True, scale=scale, enable_gqa=True
-            )
-            out[row, -count:] = own[0].transpose(0, 1)
-    return out
-
-
 def _attention_layers(cache):
-    """Where a DynamicCache has layers of keys and values, and no other state."""
+    """Where a DynamicCache has layers of keys and values."""
     return [i for i, layer in enumerate(cache.layers) if isinstance(layer, CacheLayerMixin)]
 
 

@@ -34,7 +34,7 @@ def small_model(kind, seed=0, **more):
     """A model of random weights, large enough for a softmax with peaks; float32, eager."""
     config = getattr(transformers, f"{kind}Config")(**SMALL | more)
     torch.manual_seed(seed)
-    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if "q_proj" in name or "k_proj" in name:

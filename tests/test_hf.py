@@ -5,7 +5,7 @@ import torch
 from helpers import in_each_layout
 from hf_models import CACHE, awkward_pool, batch_of, greedy, hf, small_model, transformers
 
-from paged_attention import OutOfBlocks
+from paged_attention import OutOfBlocks, hf_attention, plan_decode
 
 PROMPTS = [[5, 17, 3], [8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18], [60], [33, 2, 71, 71, 4]]
 NEW = 9
@@ -63,12 +63,11 @@ def test_a_forward_pass_is_planned_once_for_all_layers(llama, monkeypatch):
 
     def noting(**planned):
         lengths.append(planned["seq_lens"])
-        return hf_plan(**planned)
+        return plan_decode(**planned)
 
-    hf_plan = hf.plan_decode
-    monkeypatch.setattr(hf, "plan_decode", noting)
+    monkeypatch.setattr(hf_attention, "plan_decode", noting)
     paged(llama, [[5, 17, 3]], num_tokens=4)
-    assert lengths == [[4], [5], [6]]
+    assert lengths == [[3], [4], [5], [6]]  # of three layers each
 
 
 # -- the pool: rows leave, share, run out of it
@@ -183,7 +182,7 @@ def test_a_mask_that_hides_what_the_cache_holds_is_refused(llama):
     cache = hf.PagedCache(awkward_pool(llama, 4), llama.config, "a")
     with torch.no_grad():
         llama(torch.tensor([[5, 6, 7]]), **{CACHE: cache})
-        with pytest.raises(ValueError, match="0, 1, 1, 1.*4 tokens"):
+        with pytest.raises(ValueError, match="row's 4 tokens, got 3 ones"):
             mask = torch.tensor([[0, 1, 1, 1]])
             llama(torch.tensor([[5]]), attention_mask=mask, **{CACHE: cache})
     assert cache.pool.seq_lens("a").tolist() == [3]
@@ -198,7 +197,7 @@ def test_another_mask_than_a_causal_one_is_refused(llama):
             llama.config, embeds, None, **{CACHE: None}, or_mask_function=lambda b, h, q, k: k < 2
         )
     cache = hf.PagedCache(awkward_pool(llama, 4), llama.config, "a")
-    with pytest.raises(ValueError, match="two dimensions"):
+    with pytest.raises(ValueError, match="attention_mask.*1, 1, 3, 3"):
         llama(
             torch.tensor([[5, 6, 7]]),
             attention_mask=torch.ones(1, 1, 3, 3, dtype=torch.bool),
@@ -236,6 +235,6 @@ def test_an_option_it_does_not_have_is_refused(llama, option):
 def test_rows_that_are_not_the_caches_are_refused(llama):
     llama.set_attn_implementation("paged_attention")
     cache = hf.PagedCache(awkward_pool(llama, 4), llama.config, "ab")
-    with pytest.raises(ValueError, match="seq_ids.*2.*3"):
+    with pytest.raises(ValueError, match="seq_ids.*a.*b.*3"):
         llama(torch.ones(3, 4, dtype=torch.long), **{CACHE: cache})
     assert cache.pool.num_free_blocks == 4
