@@ -7,6 +7,7 @@
 Importing this module registers "paged_attention" with transformers: the attention, and its mask.
 """
 
+import torch
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
 from transformers.cache_utils import CacheLayerMixin
 
@@ -109,6 +110,8 @@ class PagedLayer(CacheLayerMixin):
 
     def get_mask_sizes(self, query_length):
         """(length, offset) of the keys that a mask would cover."""
+        if isinstance(query_length, torch.Tensor):  # transformers 4 gives the positions
+            query_length = len(query_length)
         return self.cache.columns + query_length, 0
 
     def get_max_length(self):

@@ -189,13 +189,11 @@ def test_a_mask_that_hides_what_the_cache_holds_is_refused(llama):
 
 
 def test_another_mask_than_a_causal_one_is_refused(llama):
-    masks = transformers.masking_utils
+    mask = transformers.masking_utils.ALL_MASK_ATTENTION_FUNCTIONS["paged_attention"]
+    for another in ({"use_vmap": True}, {"allow_is_causal_skip": False}):
+        with pytest.raises(NotImplementedError, match="causal"):
+            mask(batch_size=1, attention_mask=None, **another)
     llama.set_attn_implementation("paged_attention")
-    embeds = torch.zeros(1, 3, 48)
-    with pytest.raises(NotImplementedError, match="causal"):
-        masks.create_causal_mask(
-            llama.config, embeds, None, **{CACHE: None}, or_mask_function=lambda b, h, q, k: k < 2
-        )
     cache = hf.PagedCache(awkward_pool(llama, 4), llama.config, "a")
     with pytest.raises(ValueError, match="attention_mask.*1, 1, 3, 3"):
         llama(
@@ -229,7 +227,7 @@ def test_an_option_it_does_not_have_is_refused(llama, option):
     query = torch.zeros(1, 6, 1, 12)
     [(name, value)] = option.items()
     with pytest.raises(NotImplementedError, match=f"{name}={value}"):
-        hf.attention(None, query, key, key, hf.Mask(None, None), **option)
+        hf.attention(None, query, key, key, hf_attention.Mask(None, None), **option)
 
 
 def test_rows_that_are_not_the_caches_are_refused(llama):

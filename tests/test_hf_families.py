@@ -1,4 +1,4 @@
-"""Kinds of models with what each asks of the kernel: logits as from transformers' eager attention."""
+"""Kinds of models, by what each asks of the kernel: logits are those of eager attention."""
 
 import pytest
 from hf_models import awkward_pool, batch_of, greedy, hf, small_model, transformers
@@ -10,9 +10,9 @@ SLIDING = ["sliding_attention", "full_attention", "sliding_attention"]
 MOE = {"num_local_experts": 4, "num_experts_per_tok": 2}
 
 FAMILIES = {
-    # what stands out: no option at all, on a grouping that isn't a power of two
+    # No option at all, on a grouping that is no power of two.
     "Llama": {},
-    # 24 query heads on 4 KV heads of 256 lanes, every other layer; a state of its own between
+    # 24 query heads on 4 KV heads of 256 lanes; every other layer has a state of another kind.
     "Qwen3_5Text": {
         "num_attention_heads": 24,
         "num_key_value_heads": 4,
@@ -24,22 +24,19 @@ FAMILIES = {
         "linear_key_head_dim": 8,
         "linear_value_head_dim": 8,
     },
-    # a window in every layer
+    # A window in every layer.
     "Mistral": {"sliding_window": 5},
-    # a window in some layers, a scale that isn't head_size ** -0.5, a soft cap that bites
+    # A window in some layers, a scale that isn't head_size ** -0.5, a soft cap that bites.
     "Gemma2": {
         "sliding_window": 5,
         "layer_types": SLIDING,
         "attn_logit_softcapping": 3.0,
         "query_pre_attn_scalar": 20,
     },
-    # a window in some layers, sinks in all
+    # A window in some layers, sinks in all.
     "GptOss": {"sliding_window": 5, "layer_types": SLIDING, **MOE},
 }
 # Shorter than the window; longer than a piece of a prompt; neither.
-LENGTHS = [3, 150, 11]
-
-
 LENGTHS = [3, 150, 11]
 PROMPTS = [[3 + (7 * i * i + 5 * n) % 90 for i in range(n)] for n in LENGTHS]
 NEW = 12
