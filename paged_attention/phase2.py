@@ -89,9 +89,10 @@ def batched_gemm(a, b, out):
     MKL takes another path for a batch of one, and gives other bits, than for the same matrices in
     a longer batch. So that bits do not depend on what else is in a batch, one is computed twice.
     """
-    if len(a) == 1:
+    num = a.shape[0]  # len(a), which is slower
+    if num == 1:
         return torch.bmm(a.expand(2, -1, -1), b.expand(2, -1, -1), out=out[:2])[:1]
-    return torch.bmm(a, b, out=out if len(out) == len(a) else out[: len(a)])
+    return torch.bmm(a, b, out=out if out.shape[0] == num else out[:num])
 
 
 def merge_sink(acc, s, m, sinks, new_m, weight):

@@ -153,7 +153,7 @@ def _follow(schedule, block_tables, seq_lens, query, views):
 
 def _wave_buffers(schedule, wave, views):
     """Where the intermediates of a wave of this size go."""
-    key = wave.num_items, wave.width
+    key = schedule.heads, wave.num_items, wave.width
     if key not in views.once:
         heads, lanes, head_size = schedule.heads, schedule.heads.lanes, schedule.heads.head_size
         items, rows = wave.num_items * heads.num_kv_heads, heads.num_rows // heads.num_kv_heads
