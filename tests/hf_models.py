@@ -1,6 +1,7 @@
 """For the tests of hf.py: models, pools as awkward as can be, and greedy runs to compare."""
 
 import random
+from inspect import signature
 from typing import NamedTuple
 
 import pytest
@@ -10,8 +11,9 @@ transformers = pytest.importorskip("transformers", minversion="4.57")
 hf = pytest.importorskip("paged_attention.hf")
 
 NAN = float("nan")
-# transformers 5 calls it `cache`
-CACHE = "cache" if int(transformers.__version__.split(".")[0]) >= 5 else "past_key_values"
+CACHE = "cache"  # what forward and generate call it; older versions don't
+if CACHE not in signature(transformers.LlamaForCausalLM.forward).parameters:
+    CACHE = "past_key_values"
 
 SMALL = {
     "vocab_size": 97,
