@@ -25,10 +25,11 @@ def wave_mask(schedule, wave, options, left, views):
     """
     _, _, _, block_size, _, q_len, window = schedule.heads
     rows = q_len if options.causal else 1  # all rows see the same keys, as the last one does
-    left = left[wave.items]
-    if rows == 1 and window is None and options.alibi_slopes is None:
-        if wave.least > 0:
-            return Mask(None, None, None)
+    left, biased = left[wave.items], options.alibi_slopes is not None
+    ends, windowed = wave.least < rows, window is not None and wave.most > window
+    if not (ends or windowed or biased):
+        return Mask(None, None, None)
+    if rows == 1 and window is None and not biased:
         # An exact schedule's items end within their last block; a static one's anywhere.
         slots = schedule.counting[: wave.width]
         slots = slots if schedule.static else slots[-block_size:]
@@ -38,13 +39,13 @@ def wave_mask(schedule, wave, options, left, views):
     shape = wave.num_items, rows, wave.width
     offsets = schedule.offsets[-rows:, : wave.width]
     behind = torch.sub(left.view(-1, 1, 1), offsets, out=views("behind", *shape))
-    bias = None if options.alibi_slopes is None else views("distance", *shape).copy_(behind)
+    bias = views("distance", *shape).copy_(behind) if biased else None
     hidden = dead = None
-    if window is not None and wave.most > window:
+    if windowed:
         hidden = views("hidden", *shape)
         seen = torch.clamp(behind, 0, window - 1, out=views("seen", *shape))
         torch.ne(behind, seen, out=hidden)
-    elif wave.least < rows:
+    elif ends:
         hidden = torch.lt(behind, 0, out=views("hidden", *shape))
     if hidden is not None:
         dead = hidden[:, 0]
@@ -56,12 +57,19 @@ def wave_mask(schedule, wave, options, left, views):
 def adjust(logits, mask, softcap, slopes):
     """Cap, bias and mask logits in place.
 
-    Args:    logits: (work items, num_heads, q_len, width), scaled
+    Args:    logits: (items, rows, width), scaled
              softcap: None or a float;  slopes: None or (num_heads, 1, 1), float32
     """
     if softcap is not None:
         logits.div_(softcap).tanh_().mul_(softcap)
     if slopes is not None:
-        logits.addcmul_(mask.behind.unsqueeze(1), slopes, value=-1)
+        _by_head(logits, mask.behind).addcmul_(mask.behind.unsqueeze(1), slopes, value=-1)
     if mask.hidden is not None:
-        logits[..., -mask.hidden.shape[-1] :].masked_fill_(mask.hidden.unsqueeze(1), -torch.inf)
+        last = _by_head(logits, mask.hidden)[..., -mask.hidden.shape[2] :]
+        last.masked_fill_(mask.hidden.unsqueeze(1), -torch.inf)
+
+
+def _by_head(logits, of_rows):
+    """(work items, num_heads, q_len, width); heads and query tokens together, if of_rows, (work
+    items, q_len or 1, ..), is the same for all rows."""
+    return logits.view(*of_rows.shape[:1], -1, of_rows.shape[1], logits.shape[2])
