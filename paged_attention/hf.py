@@ -48,7 +48,10 @@ class PagedCache(DynamicCache):
              config: the model's
              seq_ids: the rows'. A sequence that the pool has already, a fork of a prompt say, goes
                    on from where it ends
-    Raises:  OutOfBlocks: a forward pass needs more blocks than are free; no sequence is extended
+    Raises:  OutOfBlocks: a forward pass needs more blocks than are free. No sequence is extended,
+                   and the pass can be tried again (unless the model has layers of another kind)
+             ValueError: seq_ids hold tokens already, and the model has layers of another kind,
+                   whose state isn't in the pool
     Cost:    padding takes no memory. A forward pass makes one table, and one plan for all layers
              of the same heads and window
     """
@@ -60,8 +63,14 @@ class PagedCache(DynamicCache):
         self.pool.extend_all(self.seq_ids, [0] * len(self.seq_ids))  # the new ones exist from now
         self.finished = [False] * len(self.seq_ids)
         self.columns = max(self.pool.seq_lens(self.seq_ids).tolist(), default=0)
-        self.step = None
-        for number, i in enumerate(_attention_layers(self)):
+        self.step = None  # what the layers of the current forward pass share, a Step
+        paged = _attention_layers(self)
+        if self.columns and len(paged) < len(self.layers):
+            raise ValueError(
+                f"seq_ids must be new to a model whose other layers have a state too, got "
+                f"{self.seq_ids!r}, which hold tokens"
+            )
+        for number, i in enumerate(paged):
             self.layers[i] = PagedLayer(self, number)
 
     def finish(self, row):
@@ -111,6 +120,8 @@ class PagedLayer(CacheLayerMixin):
             raise ValueError(
                 f'a PagedCache needs model.set_attn_implementation("{NAME}"), got {chosen!r}'
             )
+        if self.number == 0:
+            self.cache.step = None  # a forward pass begins
         key_states.paged_layer = self
         return key_states, value_states
 

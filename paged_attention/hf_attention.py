@@ -120,7 +120,7 @@ def attention(
     position_bias=None,
     **kwargs,
 ):
-    """Store a layer's new keys and values in the pool, then attend to what it holds.
+    """Store a layer's new keys and values in the pool, then attend to what it holds. No gradients.
 
     Args:    query: (rows, num_heads, q_len, head_size)
              key, value: (rows, num_kv_heads, q_len, head_size), as PagedLayer.update gave them
@@ -144,7 +144,7 @@ def attention(
         if got not in served:
             raise NotImplementedError(f"{name}={got!r} is not served by {NAME}, only {served}")
     cache, number = layer.cache, layer.number
-    if number == 0:
+    if cache.step is None:  # the first of the model's attention layers
         cache.step = Step(cache, len(query), query.shape[2], attention_mask.tokens)
     step, pool = cache.step, cache.pool
     query, key, value = (t.transpose(1, 2) for t in (query, key, value))

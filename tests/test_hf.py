@@ -41,6 +41,33 @@ def test_a_ragged_batch_is_as_transformers_own_cache_has_it(llama, right, layout
     assert_same_text(paged(llama, pool=pool), right)
 
 
+def test_a_prompt_read_in_pieces_is_a_prompt(llama):
+    """The first pieces of a short row are padding and nothing else."""
+    prompts = [[3 + 7 * i * i % 90 for i in range(n)] for n in (50, 3, 11)]
+    right = greedy(llama, batch_of(prompts), NEW, "eager")
+    tokens, logits, cache = paged(llama, prompts, prefill_chunk_size=16)
+    assert_same_text((tokens, logits), right)
+    assert cache.pool.seq_lens(cache.seq_ids).tolist() == [58, 11, 19]
+
+
+def test_a_conversation_goes_on_in_the_same_cache(llama):
+    first = batch_of(PROMPTS)
+    tokens, _, cache = paged(llama, num_tokens=4)
+    said = torch.cat([first.input_ids, tokens, torch.full((4, 3), 50)], dim=1)
+    mask = torch.cat([first.attention_mask, torch.ones(4, 7, dtype=torch.long)], dim=1)
+    batch = first._replace(input_ids=said, attention_mask=mask)
+    again = greedy(llama, batch, 5, "paged_attention", cache)
+    assert_same_text(again, greedy(llama, batch, 5, "eager"))
+
+
+def test_a_model_in_bfloat16_has_a_pool_in_bfloat16():
+    model = small_model("Llama").bfloat16()
+    _, right = greedy(model, batch_of(PROMPTS), 1, "eager")
+    pool = awkward_pool(model, 40, 4, dtype=torch.bfloat16)
+    _, logits, _ = paged(model, num_tokens=1, pool=pool)
+    assert (logits - right).abs().max() < 0.05 * right.abs().max()
+
+
 def test_a_row_alone_says_what_it_says_among_others(llama):
     together = paged(llama)
     for row, prompt in enumerate(PROMPTS):

@@ -42,11 +42,15 @@ PROMPTS = [[3 + (7 * i * i + 5 * n) % 90 for i in range(n)] for n in LENGTHS]
 NEW = 12
 
 
-def difference(kind):
-    """(most that a logit is off, whether the tokens are the same)."""
+def model_of(kind):
     if not hasattr(transformers, f"{kind}Config"):
         pytest.skip(f"transformers {transformers.__version__} has no {kind}")
-    model = small_model(kind, **FAMILIES[kind])
+    return small_model(kind, **FAMILIES[kind])
+
+
+def difference(kind):
+    """(most that a logit is off, whether the tokens are the same)."""
+    model = model_of(kind)
     tokens, logits = greedy(model, batch_of(PROMPTS), NEW, "eager")
     pool = awkward_pool(model, 160, block_size=4)
     cache = hf.PagedCache(pool, model.config, "abc")
@@ -84,3 +88,12 @@ def test_a_lost_option_would_be_seen(kind, option, monkeypatch):
 
     monkeypatch.setattr(hf_attention, "plan_decode", Forgetful)
     assert difference(kind)[0] > 1e-2
+
+
+def test_a_state_that_the_pool_does_not_hold_can_not_be_gone_on_from():
+    model = model_of("Qwen3_5Text")
+    pool = awkward_pool(model, 8)
+    pool.extend("prompt", 3)
+    pool.fork("prompt", "heir")
+    with pytest.raises(ValueError, match="seq_ids.*heir"):
+        hf.PagedCache(pool, model.config, ["heir"])
