@@ -183,6 +183,17 @@ def test_beams_share_what_they_have_in_common(llama):
     assert pool.num_free_blocks == 40  # nothing else was left in the pool
 
 
+def test_a_row_that_goes_on_from_a_finished_one_is_finished(llama):
+    *_, cache = paged(llama, PROMPTS[:2], num_tokens=3)
+    cache.finish(0)
+    cache.reorder_cache(torch.tensor([1, 0]))
+    assert cache.pool.seq_lens([0, 1]).tolist() == [13, 0]
+    llama.set_attn_implementation("paged_attention")
+    with torch.no_grad():
+        llama(torch.tensor([[5], [6]]), **{CACHE: cache})
+    assert cache.pool.seq_lens([0, 1]).tolist() == [14, 0]
+
+
 def test_a_cache_that_is_reset_begins_again(llama, right):
     *_, cache = paged(llama)
     cache.finish(2)
