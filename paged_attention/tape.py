@@ -53,6 +53,10 @@ class Tensor:
         """As many of its elements, in the same storage."""
         return Tensor(numel, self.itemsize, self._storage)
 
+    def part(self, numel: int, itemsize: int) -> Tensor:
+        """So many elements of another size, in the same storage."""
+        return Tensor(numel, itemsize, self._storage)
+
 
 class Tape:
     """Adds up what operations cost, by step, and follows the bytes that are alive.
@@ -77,6 +81,10 @@ class Tape:
             self._step(label).fresh_bytes += tensor.nbytes
         return tensor
 
+    def kept(self, numel: int, itemsize: int = 4) -> Tensor:
+        """Memory that stays with the caller from call to call: it counts, but is never fresh."""
+        return Tensor(numel, itemsize, _Storage(self, numel * itemsize))
+
     def op(
         self, label: str, *reads: Tensor, new: int = 0, itemsize: int = 4, into=None, times=1
     ) -> Tensor:
@@ -100,15 +108,15 @@ class Tape:
         step.rearranged_bytes += step.bytes_moved - before
         return tensor
 
-    def gemm(self, label: str, *reads: Tensor, new: int) -> Tensor:
+    def gemm(self, label: str, *reads: Tensor, **result) -> Tensor:
         """A matrix product."""
         self._step(label).gemms += 1
-        return self.op(label, *reads, new=new)
+        return self.op(label, *reads, **result)
 
-    def host_read(self, label: str, *, times: int = 1) -> None:
+    def host_read(self, label: str, *, num_bytes: int = 4, times: int = 1) -> None:
         """The host reads a number, such as an int32 length or block id."""
         self._step(label).host_reads += times
-        self.op(label, Tensor(1, 4), into=Tensor(0, 4), times=times)
+        self.op(label, Tensor(num_bytes, 1), into=Tensor(0, 1), times=times)
 
     def _step(self, label: str) -> Step:
         return self._steps.setdefault(label, Step(label))
