@@ -35,7 +35,8 @@ def on_meta(stage, shape):
         dtype=shape.dtype,
         device="meta",
     )
-    return lambda: STAGES[stage](*inputs, 0.1, partition_size=shape.partition_size)
+    given = {} if shape.partition_size is None else {"partition_size": shape.partition_size}
+    return lambda: STAGES[stage](*inputs, 0.1, **given)
 
 
 def assert_as_counted(stage, shape):
