@@ -159,9 +159,16 @@ def seconds_of(step: Step, profile: DeviceProfile) -> Figure:
     """How long a step takes: ops x op_cost + bytes / bandwidth, each as the profile has it.
 
     Where the profile knows them, bytes that a copy rearranges go at `rearrange_bandwidth`, and
-    fresh bytes cost `fresh_page_cost` on top. What stays out: Python between operations beyond
-    op_cost, the waiting of host reads on a GPU, arithmetic, caches, and temporaries below
-    `fresh_from` that malloc gives back all the same (what it keeps depends on its past).
+    fresh bytes cost `fresh_page_cost` on top, at both ends of the band: leaving it out of the low
+    one would put that at a third of what is measured.
+
+    What stays out: Python between operations beyond op_cost, the waiting of host reads on a GPU,
+    arithmetic, temporaries below `fresh_from` that malloc gives back all the same (what it keeps
+    depends on its past), and caches: the kernel's waves stay in them, so it is predicted up to
+    1.6 times too slow in the plain layouts. Nor is it foreseen what a virtual machine's host does
+    with freed memory: where it takes it back within seconds, the next first write to it costs
+    several times as much (3 GB a call, in single_bmm at 32,768 tokens: 0.9 s when called again at
+    once, 3.1 s when other stages took their turns in between).
 
     Args:    step: one of `predict(name, shape, profile).steps`, of the same profile
     Returns: seconds, as a band: the profile's best figures together, and its worst

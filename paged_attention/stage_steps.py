@@ -65,9 +65,9 @@ def gather(t, n, x):
     one_run = n.blocks == 1 or n.block_size == 1  # slots already lie one after the other
     one_piece = n.head_size == n.lanes
     lie_in_order = n.block_size == 1 or (one_piece and (n.blocks == 1 or n.kv_heads == 1))
-    x.k = t.rearrange("gather", blocks, x.block_ids, new=blocks.numel, itemsize=n.itemsize)
+    x.k = t.op("gather", blocks, x.block_ids, new=blocks.numel, itemsize=n.itemsize)
     x.k = _reordered(t, n, x.k, lie_in_order)
-    x.v = t.rearrange("gather", blocks, x.block_ids, new=blocks.numel, itemsize=n.itemsize)
+    x.v = t.op("gather", blocks, x.block_ids, new=blocks.numel, itemsize=n.itemsize)
     x.v = _reordered(t, n, x.v, one_run)
 
 

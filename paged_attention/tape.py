@@ -20,7 +20,8 @@ class Step:
     host_reads:       of those, reads that make the host wait for a value
     bytes_read:       each operation reads its inputs once, a broadcast one at its real size
     bytes_written:    each operation writes its outputs once
-    rearranged_bytes: of those read and written: by copies that gather, permute or repeat
+    rearranged_bytes: of those read and written: by copies that permute or repeat; a block that is
+                      copied as a whole goes as fast as any other bytes
     fresh_bytes:      of those written: for the first time, into a temporary of `fresh_from`
                       bytes or more, whose pages the system has to hand out anew
     """
@@ -101,7 +102,7 @@ class Tape:
         return result
 
     def rearrange(self, label: str, *reads: Tensor, times: int = 1, **result) -> Tensor:
-        """An operation that copies what it reads to where it belongs: gather, permute, repeat."""
+        """An operation that copies what it reads in another order: permute, repeat."""
         step = self._step(label)
         before = step.bytes_moved
         tensor = self.op(label, *reads, times=times, **result)
