@@ -7,9 +7,9 @@ import sys
 
 import torch
 
-from .ladder import RUNGS, Settings
 from .layouts import lanes_per_piece
 from .peers import PEERS
+from .settings import RUNGS, Settings
 
 DTYPES = {
     "fp32": torch.float32,
@@ -57,7 +57,13 @@ def parser_of_options() -> Parser:
         metavar="TYPE",
         help="fp32, fp16, bf16, or torch's names (default: fp32)",
     )
-    add("--partition-size", type=_size, default=512, metavar="N", help="default: 512 tokens")
+    add(
+        "--partition-size",
+        type=_size,
+        default=512,
+        metavar="N",
+        help="tokens, in the stages (default: 512); the kernel chooses its own",
+    )
     add(
         "--stages",
         type=_list_of(_stage),
@@ -68,7 +74,8 @@ def parser_of_options() -> Parser:
     add(
         "--peers",
         action="store_true",
-        help=f"also what others do with the same data: {', '.join(PEERS)}",
+        help=f"also what others do with the same data, and with a ragged batch: "
+        f"{', '.join(PEERS)}",
     )
     add("--out", metavar="DIR", help="where the files go (default: figures/<device>)")
     return parser

@@ -15,8 +15,8 @@ import torch
 
 from paged_attention import plots
 from paged_attention.counting import count
-from paged_attention.ladder import RUNGS, Settings
 from paged_attention.peers import PEERS
+from paged_attention.settings import RUNGS, Settings
 from paged_attention.stages import STAGES
 
 matplotlib_image = pytest.importorskip("matplotlib.image")
@@ -351,7 +351,7 @@ COUNTS = "ops", "gemms", "host_reads", "peak_bytes"
 
 @functools.cache
 def counted(name, context, settings):
-    inputs = settings.inputs(context, device="meta")
+    inputs = settings.inputs([context], device="meta")
     counts = count(lambda: STAGES[name](*inputs, 1.0, partition_size=settings.partition_size))
     return {k: getattr(counts, k) for k in COUNTS}
 
