@@ -31,6 +31,7 @@ class Numbers:
         self.group = shape.num_heads // shape.num_kv_heads
         self.head_size, self.block_size = shape.head_size, shape.block_size
         self.itemsize = shape.dtype.itemsize  # of query and caches, bytes
+        self.lanes, self.state = aligned(self.head_size), aligned(self.head_size + 1)
         self.rows = self.seqs * self.heads  # of the merge
         wave_tokens = max(1, wave_bytes // (4 * self.kv_heads * self.head_size))
         partition_size = shape.partition_size or min(PARTITION_SIZE, wave_tokens)
@@ -44,11 +45,17 @@ class Numbers:
         self.states = self.items * self.heads
         self.apart = shape.layout == "NHD" and self.kv_heads > 1 and self.block_size > 1
         self.permuted = shape.layout == "vllm"
+        self.converts = self.itemsize < 4 or self.lanes != self.head_size  # what was gathered
 
     @property
     def moved(self):
         """Whether the order of the merge, most partitions first, isn't the batch's."""
         return self.partitions != sorted(self.partitions, reverse=True)
+
+
+def aligned(floats):
+    """Rounded up to 16 bytes: where the next row of the workspace begins."""
+    return whole_blocks(floats, 4)
 
 
 def paged_attention(t, shape, wave_bytes):
@@ -79,9 +86,12 @@ def _check_block_ids(t, n):
     del found
     if entries == n.blocks:  # no unused entry
         return
-    num_live = t.empty("check", n.seqs, ID)
+    bounds = t.empty("check", 2 * n.seqs, ID).view(n.seqs)  # firsts and ends
     numbers = t.op("check", new=columns, itemsize=ID)
-    live = t.op("check", numbers, num_live, new=entries, itemsize=1)
+    from_first = t.op("check", numbers, bounds, new=entries, itemsize=1)
+    to_end = t.op("check", numbers, bounds, new=entries, itemsize=1)
+    live = t.op("check", from_first, to_end, new=entries, itemsize=1)
+    del from_first, to_end
     bad = t.op("check", live, outside, new=entries, itemsize=1)
     t.host_read("check", num_bytes=bad.nbytes)
 
@@ -107,7 +117,7 @@ def _schedule(t, n):
     del columns
     if n.items > 1:
         s.numbers = t.op("plan", s.numbers, new=6 * n.items, itemsize=ID)
-    count = max(n.widest, n.block_size, n.heads)
+    count = max(n.widest + 1, n.block_size, n.heads)
     s.counting = t.op("plan", new=count, itemsize=ID)
     s.ones = t.op("plan", new=n.widest)
     item = s.numbers.view(n.items)

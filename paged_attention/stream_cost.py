@@ -18,25 +18,25 @@ ALIGNMENT = 64  # bytes, of a buffer
 
 def workspace(t, n):
     """The buffers that a run writes to, one after the other in one piece of memory."""
-    of_wave = max((len(wave) for wave in n.waves), default=0)
+    items = max((len(wave) for wave in n.waves), default=0)
     tokens = max((len(wave) * wave[0].width for wave in n.waves), default=0)
-    matrices = max(2, of_wave * n.kv_heads)
-    state = n.head_size + 1
+    matrices = max(2, items * n.kv_heads)
     moved = n.rows if n.moved else 0
     sizes = {
-        "query": (n.rows * n.head_size, 4),
-        "wave_query": (of_wave * n.heads * n.head_size, 4),
-        "raw": (tokens * n.kv_heads * n.head_size if n.itemsize < 4 else 0, n.itemsize),
-        "kv": (tokens * n.kv_heads * n.head_size, 4),
+        "query": (n.rows * n.lanes, 4),
+        "wave_query": (items * n.heads * n.lanes, 4),
+        "raw": (tokens * n.kv_heads * n.head_size if n.converts else 0, n.itemsize),
+        "kv": (tokens * n.kv_heads * n.lanes, 4),
         "logits": (n.group * max(2 * n.widest, tokens * n.kv_heads), 4),
         "wave_m": (matrices * n.group, 4),
         "wave_s": (matrices * n.group, 4),
-        "wave_acc": (matrices * n.group * n.head_size, 4),
-        "acc_s": (n.states * state, 4),
+        "wave_acc": (matrices * n.group * n.lanes, 4),
+        "acc_s": (n.states * n.state, 4),
         "m": (n.states, 4),
-        "merged_acc_s": ((n.rows + 1) * state, 4),
+        "weights": (n.states, 4),
+        "merged_acc_s": ((n.rows + 1) * n.state, 4),
         "merged_m": (n.rows, 4),
-        "sorted_acc_s": (moved * state, 4),
+        "sorted_acc_s": (moved * n.state, 4),
         "sorted_m": (moved, 4),
         "empty": (n.rows, 1),
         "places": (n.blocks, ID),
@@ -45,6 +45,11 @@ def workspace(t, n):
         "row_ids": (tokens * n.kv_heads, ID),
         "key_offsets": (n.kv_heads * n.block_size, ID),
         "value_offsets": (n.kv_heads * n.block_size, ID),
+        "hidden": (tokens, 1),
+        # for the options: slopes, sinks (twice a row), then what a mask may need
+        **{"slopes": (n.heads, 4), "sinks": (n.heads, 4)},
+        **{"sink_m": (n.rows, 4), "sink_s": (n.rows, 4)},
+        **{"behind": (tokens, ID), "seen": (tokens, ID), "distance": (tokens, 4)},
         "dead": (tokens, 1),
     }
     num_bytes = sum(whole_blocks(numel * size, ALIGNMENT) for numel, size in sizes.values())
@@ -56,8 +61,9 @@ def workspace(t, n):
 
 def run(t, n, schedule, w, out):
     """Args: n: kernel_cost.Numbers;  w: what `workspace` gave;  out: the result"""
-    t.op("set up", Tensor(w.query.numel, n.itemsize), into=w.query)
-    t.op("set up", w.query, into=w.query)
+    query = w.query.view(n.rows * n.head_size)
+    t.op("set up", Tensor(query.numel, n.itemsize), into=query)
+    t.op("set up", query, into=query)
     if n.waves:
         _phase1(t, n, schedule, w)
     else:
@@ -77,19 +83,20 @@ def _phase1(t, n, schedule, w):
     for wave in n.waves:
         items, width = len(wave), wave[0].width
         ragged = any(n.seq_lens[seq] - start < width for seq, start, _ in wave)
-        matrices, slots = items * n.kv_heads, items * n.kv_heads * n.block_size
+        matrices = items * n.kv_heads
         written = max(2, matrices) * n.group  # rows; a batch of one is computed twice
         rows = matrices * n.group
-        seqs, query = Tensor(items, ID), w.wave_query.view(rows * n.head_size)
-        kv = w.kv.view(matrices * width * n.head_size)
+        query = w.wave_query.view(rows * n.lanes)
+        kv = w.kv.view(matrices * width * n.lanes)
         logits, m = w.logits.view(rows * width), w.wave_m.view(rows)
-        dead = w.dead.view(items * n.block_size)
-        t.op("set up", Tensor(query.numel, 4), seqs, into=query)
+        dead = w.hidden.view(items * n.block_size)
+        t.op("set up", Tensor(query.numel, 4), Tensor(items, ID), into=query)
         if ragged:
             t.op("mask", Tensor(n.block_size, ID), Tensor(items, ID), into=dead)
 
-        _fetch(t, n, w, kv, offsets, items * width // n.block_size)  # K
-        t.gemm("GEMMs", query, kv, into=w.logits.view(written * width))
+        _fetch(t, n, w, offsets, items * width // n.block_size)
+        query, k = query.view(rows * n.head_size), kv.view(matrices * width * n.head_size)
+        t.gemm("GEMMs", query, k, into=w.logits.view(written * width))
         if ragged:
             last = logits.view(rows * n.block_size)
             t.op("mask", last, dead, into=last)
@@ -99,11 +106,11 @@ def _phase1(t, n, schedule, w):
         t.op("softmax", logits, into=logits)  # exp
         t.gemm("GEMMs", logits, Tensor(width, 4), into=w.wave_s.view(written))
 
-        _fetch(t, n, w, kv, offsets, items * width // n.block_size)  # V
+        _fetch(t, n, w, offsets, items * width // n.block_size)
         if ragged:
-            last = kv.view(slots * n.head_size)
+            last = kv.view(matrices * n.block_size * n.lanes)
             t.op("mask", last, dead, into=last)
-        t.gemm("GEMMs", logits, kv, into=w.wave_acc.view(written * n.head_size))
+        t.gemm("GEMMs", logits, kv, into=w.wave_acc.view(written * n.lanes))
 
         places = schedule.state_rows.view(rows)
         for state in (w.wave_acc.view(rows * n.head_size), w.wave_s.view(rows), m):
@@ -122,37 +129,39 @@ def _row_offsets(t, n, schedule, into):
     return t.op("ids", heads, into=into.view(n.kv_heads))
 
 
-def _fetch(t, n, w, kv, offsets, blocks):
+def _fetch(t, n, w, offsets, blocks):
     """K, or V, of a wave, in float32; only the "vllm" layout's lanes change their order."""
     row_ids = w.row_ids.view(blocks * offsets.numel)
     t.op("ids", offsets, w.block_ids.view(blocks), into=row_ids)
-    raw = kv if n.itemsize == 4 else w.raw.view(kv.numel)
+    numel = blocks * n.block_size * n.kv_heads * n.head_size
+    raw = (w.raw if n.converts else w.kv).view(numel)
     copy = t.rearrange if n.permuted else t.op
-    copy("gather", Tensor(raw.numel, n.itemsize), row_ids, into=raw)
-    if raw is not kv:
-        t.op("convert", raw, into=kv)
+    copy("gather", Tensor(numel, n.itemsize), row_ids, into=raw)
+    if n.converts:
+        t.op("convert", raw, into=w.kv.view(numel))
 
 
 def _phase2(t, n, schedule, w):
-    state, left = n.head_size + 1, n.rows
+    left = n.rows
     for partitions, seqs in groupby(sorted(n.partitions, reverse=True)):
         rows = len(list(seqs)) * n.heads
-        acc_s, m = Tensor(rows * partitions * state, 4), Tensor(rows * partitions, 4)
-        merged, merged_m = w.merged_acc_s.view(rows * state), w.merged_m.view(rows)
+        acc_s, m = Tensor(rows * partitions * n.state, 4), Tensor(rows * partitions, 4)
+        merged, merged_m = w.merged_acc_s.view(rows * n.state), w.merged_m.view(rows)
         if partitions == 0:
-            t.op("phase 2", into=w.merged_acc_s.view((left + 1) * state))
+            t.op("phase 2", into=w.merged_acc_s.view((left + 1) * n.state))
             t.op("phase 2", into=merged_m)
         elif partitions == 1:
             t.op("phase 2", acc_s, into=merged)
             t.op("phase 2", m, into=merged_m)
         else:
+            weights = w.weights.view(m.numel)
             t.op("phase 2", m, into=merged_m)
-            t.op("phase 2", m, merged_m, into=m)
-            t.op("phase 2", m, into=m)  # exp
-            t.gemm("phase 2", m, acc_s, into=w.merged_acc_s.view(max(2, rows) * state))
+            t.op("phase 2", m, merged_m, into=weights)
+            t.op("phase 2", weights, into=weights)  # exp
+            t.gemm("phase 2", weights, acc_s, into=w.merged_acc_s.view(max(2, rows) * n.state))
         left -= rows
     if n.moved:
-        merged = w.merged_acc_s.view(n.rows * state)
+        merged = w.merged_acc_s.view(n.rows * n.state)
         t.op("phase 2", merged, schedule.inverse, into=w.sorted_acc_s)
         t.op("phase 2", w.merged_m, schedule.inverse, into=w.sorted_m)
 
