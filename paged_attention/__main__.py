@@ -25,7 +25,7 @@ from .progress import progress_of
 from .ragged import ragged, ragged_lengths
 from .settings import Settings
 
-FILES = "ladder.json", "ladder.png"
+FILES = "ladder.json", "ladder.png", "ladder_lengths.png"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -72,7 +72,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         report.write_json(out / FILES[0], data)
         print(f"\n{out / FILES[0]}")
-        _draw(data, out / FILES[1])
+        _draw(data, out / FILES[0])
     except OSError as error:
         print(f"python -m paged_attention: --out {out}: {error}", file=sys.stderr)
         return 1
@@ -91,19 +91,18 @@ def _fits(settings: Settings, seq_lens: tuple[int, ...]) -> bool:
     return needed_bytes(settings, seq_lens)[0] <= USABLE * available_bytes(settings.device)
 
 
-def _draw(data: dict, path: Path) -> None:
+def _draw(data: dict, source: Path) -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError:
         print(
-            f"For {path.name}: pip install -e .[notebooks], "
-            f"then python -m paged_attention.plots {path.parent}"
+            f"For its pictures: pip install -e .[notebooks], "
+            f"then python -m paged_attention.plots {source.parent}"
         )
         return
-    from .plots import png
+    from .plots import draw
 
-    report.write_bytes(path, png(data))
-    print(path)
+    print("\n".join(map(str, draw(source, data))))
 
 
 def _contexts(parser: Parser, options, settings: Settings) -> list[int]:

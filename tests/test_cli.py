@@ -68,16 +68,18 @@ def finished(tmp_path_factory):
 # -- a run ----------------------------------------------------------------------------------------
 
 
-def test_a_run_leaves_a_picture_and_its_json_in_the_devices_folder(finished):
+def test_a_run_leaves_pictures_and_their_json_in_the_devices_folder(finished):
     folder, _ = finished
     assert files_under(folder) == [
         "figures",
         "figures/cpu",
         "figures/cpu/ladder.json",
         "figures/cpu/ladder.png",
+        "figures/cpu/ladder_lengths.png",
     ]
-    picture = (folder / "figures/cpu/ladder.png").read_bytes()
-    assert picture.startswith(b"\x89PNG") and len(picture) > 20_000
+    for name in ("ladder", "ladder_lengths"):
+        picture = (folder / f"figures/cpu/{name}.png").read_bytes()
+        assert picture.startswith(b"\x89PNG") and len(picture) > 20_000
 
 
 def test_the_table_has_a_line_for_each_stage_at_each_context(finished):
