@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 
 from . import report
-from .arguments import LONGEST, SHORT, Parser, parser_of_options, settings_of
+from .arguments import LENGTHS, LONGEST, SHORT, Parser, parser_of_options, settings_of
 from .fits import USABLE, longest_context, needed_bytes
 from .ladder import StepRun, describe
 from .machine import available_bytes, device_slug
@@ -106,7 +106,7 @@ def _draw(data: dict, source: Path) -> None:
 
 
 def _contexts(parser: Parser, options, settings: Settings) -> list[int]:
-    """What was asked for if it fits, or 1,024 and the longest that does; says which and why."""
+    """What was asked for if it fits, or what of the default's does; says which and why."""
     free = available_bytes(settings.device)
     usable = int(USABLE * free)
     memory = f"{report.human_bytes(usable)} usable ({USABLE:.0%} of what is free)"
@@ -135,10 +135,11 @@ def _contexts(parser: Parser, options, settings: Settings) -> list[int]:
             f"--context {SHORT} needs {report.human_bytes(needed)}, most of it for {largest}; "
             f"{memory}: pass a shorter one"
         )
-    contexts = sorted({short, longest} - {0})
+    between = [length for length in LENGTHS if 2 * length <= longest]
+    contexts = sorted({short, *between, longest} - {0})
     needed, largest = needed_bytes(settings, (contexts[-1],))
     line = (
-        f"Contexts: {' and '.join(f'{c:,}' for c in contexts)} tokens; the longer needs "
+        f"Contexts: {report.listed(contexts)} tokens; the longest needs "
         f"{report.human_bytes(needed)}, most of it for {largest}; {memory}"
     )
     if longest < LONGEST:

@@ -21,7 +21,8 @@ DTYPES = {
     "bf16": torch.bfloat16,
     "bfloat16": torch.bfloat16,
 }
-SHORT, LONGEST = 1024, 100_000  # contexts where none is asked for
+LENGTHS = 1024, 8192, 32_768, 100_000  # contexts where none is asked for
+SHORT, LONGEST = LENGTHS[0], LENGTHS[-1]
 
 
 class Parser(argparse.ArgumentParser):
@@ -44,7 +45,8 @@ def parser_of_options() -> Parser:
         "--context",
         type=_list_of(_positive),
         metavar="N[,N]",
-        help=f"tokens (default: {SHORT} and the longest up to {LONGEST} that fits the memory)",
+        help=f"tokens (default: {', '.join(map(str, LENGTHS))}, or up to the longest that fits "
+        "the memory)",
     )
     add("--heads", type=_size, default=24, metavar="N", help="query heads (default: 24)")
     add("--kv-heads", type=_size, default=4, metavar="N", help="KV heads (default: 4)")

@@ -29,7 +29,7 @@ TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
 _ROUNDS = 3, 10  # at least and at most
 _TURN_SECONDS = 0.02  # that a stage samples in its turn, once at least
-_BUDGET_SECONDS = 60.0  # for a step's rounds, as far as 3 of them allow
+_BUDGET_SECONDS = 40.0  # for a step's rounds, as far as 3 of them allow
 
 
 def describe(settings: Settings, profile: DeviceProfile) -> dict:

@@ -14,9 +14,12 @@ from .look import (
 )
 from .report import busy, hardware, human_bytes, human_seconds, ratio, workload
 
+_MOST_ROWS = 3  # of panels, which a page still shows
+
 
 def ladder(data: dict):
-    """The ladder: a row of panels for each context, time on the left, memory on the right.
+    """The ladder: a row of panels for each context, time on the left, memory on the right; of more
+    than three contexts for the shortest and the longest, as `lengths_plot` has them all.
 
     Args:    data: what `ladder.describe` and `ladder.ContextRun.entry` make, as in ladder.json
     Returns: matplotlib.figure.Figure
@@ -24,6 +27,8 @@ def ladder(data: dict):
     from matplotlib.figure import Figure
 
     entries = data["contexts"]
+    if len(entries) > _MOST_ROWS:
+        entries = sorted(entries, key=lambda entry: entry["context"])[:: len(entries) - 1]
     heights = [
         0.75 + 0.29 * (1 + _rows(entry)[-1][0]) if _rows(entry) else 1.0 for entry in entries
     ]

@@ -149,6 +149,12 @@ def _aligned(rows) -> list[str]:
     ]
 
 
+def listed(numbers) -> str:
+    """1,024, 8,192 and 100,000"""
+    *others, last = (f"{number:,}" for number in numbers)
+    return f"{', '.join(others)} and {last}" if others else last
+
+
 def _against(seconds: float, previous: float | None) -> str:
     if previous is None:
         return ""

@@ -327,13 +327,12 @@ def test_the_ragged_batch_is_always_the_same_and_spans_short_and_long():
 
 
 def test_a_ragged_batch_that_does_not_fit_is_skipped(tmp_path, capsys, monkeypatch, quick_peers):
-    monkeypatch.setattr(cli, "ragged_lengths", lambda: (10**9, 10**9))
+    monkeypatch.setattr(cli, "ragged_lengths", lambda: (10**6, 10**6))
+    monkeypatch.setattr(cli, "available_bytes", lambda device: 30_000_000)
     arguments = "--peers", "--context", "50", "--stages", "single_bmm", "--out", str(tmp_path)
     status, text, _ = run(capsys, *arguments)
     assert status == 0
-    assert (
-        "\n2 sequences of 1,000,000,000 to 1,000,000,000 tokens, 2,000,000,000 in all: s" in text
-    )
+    assert "\n2 sequences of 1,000,000 to 1,000,000 tokens, 2,000,000 in all: skipped" in text
     assert json.loads((tmp_path / "ladder.json").read_text())["batches"] == []
 
 
@@ -479,17 +478,18 @@ def test_what_a_context_needs_is_the_caches_the_floors_copy_and_the_largest_stag
     assert peak > 6 * kv_bytes  # K and V of every query head
 
 
-def test_by_default_1024_and_the_longest_that_fits_and_it_says_why(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(cli, "available_bytes", lambda device: 12_000_000)
+def test_by_default_up_to_the_longest_that_fits_and_it_says_why(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(cli, "available_bytes", lambda device: 30_000_000)
     monkeypatch.chdir(tmp_path)
     status, text, _ = run(capsys, "--stages", ",".join(TINY_SETTINGS.stages))
     assert status == 0
     data = json.loads((tmp_path / "figures/cpu/ladder.json").read_text())
-    longest = fits.longest_context(TINY_SETTINGS, 9_600_000, 100_000)
-    assert [entry["context"] for entry in data["contexts"]] == [1024, longest]
+    longest = fits.longest_context(TINY_SETTINGS, 24_000_000, 100_000)
+    assert longest >= 2 * 8192
+    assert [entry["context"] for entry in data["contexts"]] == [1024, 8192, longest]
     line = text.splitlines()[0]
-    assert line.startswith(f"Contexts: 1,024 and {longest:,} tokens")
-    assert "single_bmm" in line and "9.60 MB usable" in line and "100,000 would need" in line
+    assert line.startswith(f"Contexts: 1,024, 8,192 and {longest:,} tokens")
+    assert "single_bmm" in line and "24.0 MB usable" in line and "100,000 would need" in line
 
 
 @quick
@@ -635,4 +635,5 @@ def test_the_defaults_are_the_series_workload():
     assert (options.heads, options.kv_heads, options.head_size) == (24, 4, 256)
     assert (options.block_size, options.partition_size, options.dtype) == (16, 512, torch.float32)
     assert options.stages == [*STAGES, "paged_attention"]
+    assert cli.LENGTHS == (1024, 8192, 32_768, 100_000)
     assert (cli.SHORT, cli.LONGEST) == (1024, 100_000)

@@ -283,6 +283,13 @@ def test_of_a_single_length_there_is_no_curve():
         plots.png(run_of((64,)), "_lengths")
 
 
+def test_of_four_contexts_the_ladder_shows_the_shortest_and_the_longest():
+    four = plots.ladder(run_of((1024, 8192, 32_768, 100_000)))
+    titles = [axes.get_title(loc="left") for axes in four.axes[::2]]
+    assert titles == ["1,024 tokens", "100,000 tokens"]
+    assert len(plots.ladder(run_of((7, 512, 8000))).axes) == 6
+
+
 def test_a_run_without_floor_or_quiet_is_drawn_and_says_so():
     run = run_of((64,))
     quiet = plots.png(run)
