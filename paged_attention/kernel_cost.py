@@ -86,12 +86,10 @@ def _check_block_ids(t, n):
     del found
     if entries == n.blocks:  # no unused entry
         return
-    bounds = t.empty("check", 2 * n.seqs, ID).view(n.seqs)  # firsts and ends
     numbers = t.op("check", new=columns, itemsize=ID)
-    from_first = t.op("check", numbers, bounds, new=entries, itemsize=1)
-    to_end = t.op("check", numbers, bounds, new=entries, itemsize=1)
-    live = t.op("check", from_first, to_end, new=entries, itemsize=1)
-    del from_first, to_end
+    ends = t.empty("check", n.seqs, ID)
+    live = t.op("check", numbers, ends, new=entries, itemsize=1)
+    del ends
     bad = t.op("check", live, outside, new=entries, itemsize=1)
     t.host_read("check", num_bytes=bad.nbytes)
 

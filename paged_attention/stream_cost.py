@@ -46,8 +46,8 @@ def workspace(t, n):
         "key_offsets": (n.kv_heads * n.block_size, ID),
         "value_offsets": (n.kv_heads * n.block_size, ID),
         "hidden": (tokens, 1),
-        # for the options: slopes, sinks (twice a row), then what a mask may need
-        **{"slopes": (n.heads, 4), "sinks": (n.heads, 4)},
+        # of options: slopes, sinks, scales, then what a mask may need
+        **{"slopes": (n.heads, 4), "sinks": (n.heads, 4), "scale": (n.kv_heads, 4)},
         **{"sink_m": (n.rows, 4), "sink_s": (n.rows, 4)},
         **{"behind": (tokens, ID), "seen": (tokens, ID), "distance": (tokens, 4)},
         "dead": (tokens, 1),
