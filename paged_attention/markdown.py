@@ -22,9 +22,13 @@ COLUMNS = {
 }
 
 
-def table(data: dict) -> str:
-    """What the ladder's JSON holds, of COLUMNS and the floor: medians, then the memory that the
-    longest takes; a blank where something wasn't timed, or can't be counted."""
+def table(source: str) -> str:
+    """What a ladder's JSON holds, of COLUMNS and the floor: medians, then the memory that the
+    longest takes; a blank where something wasn't timed, or can't be counted.
+
+    Args: source: the JSON's path, which the caption links to
+    """
+    data = json.loads(Path(source).read_text(encoding="utf-8"))
     entries = sorted(data["contexts"], key=lambda entry: entry["context"])
     longest = entries[-1]
     rows = [
@@ -34,7 +38,11 @@ def table(data: dict) -> str:
         _peaks(longest),
     ]
     lines = ["| " + " | ".join(row) + " |" for row in rows]
-    return "\n".join(lines + ["", f"*{hardware(data)}; {workload(data)}.*"])
+    caption = (
+        f"*Time of one decode step: medians of the samples in [`{Path(source).name}`]({source}). "
+        f"{hardware(data)}; {workload(data)}.*"
+    )
+    return "\n".join([*lines, "", caption])
 
 
 def _times(entry: dict) -> list[str]:
@@ -56,4 +64,4 @@ def _by_name(entry: dict) -> dict[str, dict]:
 
 
 if __name__ == "__main__":
-    print(table(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))))
+    print(table(sys.argv[1]))
