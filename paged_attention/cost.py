@@ -165,7 +165,7 @@ def seconds_of(step: Step, profile: DeviceProfile) -> Figure:
     What stays out: Python between operations beyond op_cost, the waiting of host reads on a GPU,
     arithmetic, temporaries below `fresh_from` that malloc gives back all the same (what it keeps
     depends on its past), and caches: the kernel's waves stay in them, so it is predicted up to
-    1.6 times too slow in the plain layouts. Nor is it foreseen what a virtual machine's host does
+    1.7 times too slow in the plain layouts. Nor is it foreseen what a virtual machine's host does
     with freed memory: where it takes it back within seconds, the next first write to it costs
     several times as much (3 GB a call, in single_bmm at 32,768 tokens: 0.9 s when called again at
     once, 3.1 s when other stages took their turns in between).
