@@ -51,7 +51,7 @@ def load():
         from transformers import LlamaForCausalLM
         from transformers.utils import logging
 
-    logging.disable_progress_bar()
+    logging.disable_progress_bar()  # a few seconds' worth, and a notebook would store it
     file = GGUFReader(Path(_folder()) / GGUF)
     config = _config(file)
     model = LlamaForCausalLM.from_pretrained(
