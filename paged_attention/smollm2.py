@@ -71,7 +71,9 @@ def tokenizer():
     _must_be_there()
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(_folder(), gguf_file=GGUF, local_files_only=True)
+    return AutoTokenizer.from_pretrained(
+        _folder(), gguf_file=GGUF, local_files_only=True, pad_token="<|im_end|>"
+    )
 
 
 def _must_be_there():
