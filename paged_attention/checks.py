@@ -10,15 +10,12 @@ from numbers import Integral
 import torch
 
 from .aliasing import overlap, overlaps_itself
+from .fp8 import FLOAT8S, KV_CACHE_DTYPES
 from .layouts import LAYOUTS, Geometry, cache_shapes
-from .options import KV_CACHE_DTYPES
 from .partition import ceil_div
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 INTS = (torch.int32, torch.int64)
-FLOAT8S = tuple(
-    getattr(torch, name) for name in ("float8_e4m3fn", "float8_e5m2") if hasattr(torch, name)
-)
 
 
 def check_tensors(query, key_cache, value_cache, block_tables, seq_lens, layout, kv_cache_dtype):
@@ -156,6 +153,8 @@ def check_query(query, geometry):
             "query must be (num_seqs, num_heads, head_size) or (num_seqs, q_len, num_heads, "
             f"head_size), got {tuple(query.shape)}"
         )
+    if query.dim() == 4 and not query.shape[1]:
+        raise ValueError(f"query must have a q_len of at least 1, got {tuple(query.shape)}")
     num_heads, head_size = query.shape[-2:]
     if head_size != geometry.head_size:
         raise ValueError(
@@ -234,17 +233,22 @@ def check_lengths(lengths, block_tables, geometry, max_seq_len):
             )
 
 
-def check_block_ids(lengths, block_tables, geometry):
-    """Check every live block id; on an accelerator this reads block_tables back to the host."""
+def check_block_ids(lengths, firsts, block_tables, geometry):
+    """Check every live block id; on an accelerator this reads block_tables back to the host.
+
+    Args:    lengths, firsts: lists of int: of each sequence the end, and the first token needed
+    """
     if not lengths or not block_tables.shape[1]:
         return
     table = block_tables.cpu()
     outside = (table < 0) | (table >= geometry.num_blocks)  # (num_seqs, max_blocks)
     if not outside.any():
         return
-    num_live = [ceil_div(seq_len, geometry.block_size) for seq_len in lengths]
+    ends = [ceil_div(seq_len, geometry.block_size) for seq_len in lengths]
+    firsts = [first // geometry.block_size for first in firsts]
+    firsts, ends = torch.tensor([firsts, ends], device="cpu").unsqueeze(2)
     columns = torch.arange(table.shape[1], device="cpu")
-    live = columns < torch.tensor(num_live, device="cpu").unsqueeze(1)
+    live = (columns >= firsts) & (columns < ends)
     bad = (live & outside).nonzero()
     if len(bad):
         seq, column = bad[0].tolist()

@@ -11,8 +11,9 @@ from .checks import (
     check_tensors,
     checked_count,
 )
-from .options import make_options
-from .plan import DecodePlan, refuse_what_is_to_come
+from .options import check_values, make_options
+from .partition import first_needed
+from .plan import DecodePlan
 from .schedule import Heads
 
 
@@ -41,24 +42,34 @@ def paged_attention(
     return_lse=False,
     validate=True,
 ):
-    """Attention of one new token per sequence over its paged KV cache.
+    """Attention of the new tokens of each sequence over its paged KV cache.
 
-    Args:    query: (num_seqs, num_heads, head_size) or (num_seqs, 1, num_heads, head_size),
-                   fp32/fp16/bf16
+    Args:    query: (num_seqs, num_heads, head_size) or (num_seqs, q_len, num_heads, head_size),
+                   fp32/fp16/bf16; row i of q_len stands at position seq_len - q_len + i
              key_cache, value_cache: fp32/fp16/bf16, converted by value where query's dtype
-                   differs; in the layout
+                   differs, or fp8 (see kv_cache_dtype); in the layout
                      "vllm"  (num_blocks, num_kv_heads, head_size/x, block_size, x) and
                              (num_blocks, num_kv_heads, head_size, block_size), x = 16 / itemsize
                      "HND"   (num_blocks, num_kv_heads, block_size, head_size), both
                      "NHD"   (num_blocks, block_size, num_kv_heads, head_size), both
              block_tables: (num_seqs, max_blocks), int32/int64; entries past a sequence's end are
-                   never read
-             seq_lens: (num_seqs,), int32/int64, tokens in the cache, the new one included; on
-                   the caches' device or on the CPU. An empty sequence gives out 0, lse -inf
+                   never read, nor are those before its window
+             seq_lens: (num_seqs,), int32/int64, tokens in the cache, the new ones included; on
+                   the caches' device or on the CPU
              layout: None means "vllm" for a 5-D key cache
              scale: multiplies the logits; None is head_size ** -0.5
+             kv_cache_dtype: "auto", or what uint8 caches hold: "fp8" (= "fp8_e4m3") or
+                   "fp8_e5m2". torch's float8 caches describe themselves
              k_scale, v_scale: multiply the cached keys and values; a float, or a float tensor of
                    one element or (num_kv_heads,)
+             softcap: a logit becomes softcap * tanh(logit / softcap)
+             alibi_slopes: (num_heads,), floating; a logit gets
+                   slope * (key position - query position) added, softcap done
+             window: how many keys a row sees, the newest included
+             sinks: (num_heads,), floating: a logit that takes weight and has no value, neither
+                   scaled nor capped; -inf is none
+             causal: whether a row sees no key after its own position; False: all rows see all
+                   keys, without window and alibi_slopes
              max_seq_len: tokens; when given, no sequence may be longer
              partition_size: tokens per partition, rounded up to whole blocks; None: 1,024, or
                    what a wave holds if that is less
@@ -67,13 +78,12 @@ def paged_attention(
                    device and its current stream, kept between calls
              out: where to write, query's shape, its dtype or float32; may be strided, must not
                    share memory with an input
-             validate: False skips the check of block ids, which reads block_tables
-             kv_cache_dtype, alibi_slopes, window, softcap, sinks, causal: not implemented in
-                   this version, anything but the default raises
+             validate: False skips the checks of values that tensors hold: of block_tables,
+                   alibi_slopes, sinks, k_scale and v_scale
     Returns: out: query's shape and dtype (or `out`), accumulated in float32
-             lse: out.shape[:-1], float32, natural log; only with return_lse=True
+             lse: out.shape[:-1], float32, natural log, the sink included; only with
+                   return_lse=True. A row that sees no key: out 0, lse -inf (or the sink)
     Raises:  TypeError, ValueError: the argument, its value, and what it should be
-             NotImplementedError: an option of a later version, by name
     Numbers: float32 throughout, autocast or not (torch.set_float32_matmul_precision still has its
              say); a partition's sum of weighted values that exceeds float32's range overflows
     Cost:    reads K and V of the live blocks once from the cache and twice from a copy of a wave,
@@ -88,35 +98,29 @@ def paged_attention(
         query, key_cache, value_cache, block_tables, seq_lens, layout, kv_cache_dtype
     )
     options = make_options(
-        query.shape[-2],
-        geometry,
-        query.device,
-        scale=scale,
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        causal=causal,
-        window=window,
-        sinks=sinks,
-        k_scale=k_scale,
-        v_scale=v_scale,
+        query, geometry, scale, softcap, alibi_slopes, causal, window, sinks, k_scale, v_scale
     )
     max_seq_len = checked_count("max_seq_len", max_seq_len, least=0)
     check_flag("return_lse", return_lse)
     check_flag("validate", validate)
     check_backend(backend)
-    refuse_what_is_to_come(query, key_cache, options)
+    q_len, block_size = (query.shape[1] if query.dim() == 4 else 1), geometry.block_size
     static = not validate and max_seq_len is not None and not seq_lens.is_cpu
-    covered = block_tables.shape[1] * geometry.block_size
+    covered = block_tables.shape[1] * block_size
     if static:  # the true lengths stay on the device
         lengths = [min(max_seq_len, covered)] * len(query)
     else:
         lengths = seq_lens.tolist()
         check_lengths(lengths, block_tables, geometry, max_seq_len)
     if validate:
-        check_block_ids(lengths, block_tables, geometry)
+        check_values(options)
+        firsts = [first_needed(n, q_len, options.window, block_size) for n in lengths]
+        check_block_ids(lengths, firsts, block_tables, geometry)
     elif not geometry.num_blocks and not static and any(lengths):
         raise ValueError(f"key_cache must hold the batch's tokens, got {tuple(key_cache.shape)}")
-    heads = Heads(query.shape[-2], *geometry[2:], geometry.block_size, key_cache.dtype)
+    heads = Heads(
+        query.shape[-2], *geometry[2:], block_size, key_cache.dtype, q_len, options.window
+    )
     plan = DecodePlan(heads, layout, query.device, lengths, static, partition_size)
     inputs = query, key_cache, value_cache, block_tables, seq_lens
-    return plan.run_checked(inputs, options, (k_scale, v_scale), workspace, out, return_lse)
+    return plan.run_checked(inputs, options, kv_cache_dtype, workspace, out, return_lse)

@@ -9,8 +9,7 @@ from numbers import Integral, Real
 
 import torch
 
-LARGEST = torch.finfo(torch.float32).max
-KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3", "fp8_e5m2")
+LARGEST, SMALLEST = torch.finfo(torch.float32).max, torch.finfo(torch.float32).tiny
 
 
 @dataclass(frozen=True)
@@ -38,23 +37,14 @@ class Options:
 
 
 def make_options(
-    num_heads,
-    geometry,
-    device,
-    *,
-    scale,
-    softcap,
-    alibi_slopes,
-    causal,
-    window,
-    sinks,
-    k_scale,
-    v_scale,
+    query, geometry, scale, softcap, alibi_slopes, causal, window, sinks, k_scale, v_scale
 ):
     """Options from the arguments of `paged_attention`; scale=None is head_size ** -0.5.
 
-    Raises:  TypeError, ValueError: the argument, its value, and what it should be
+    Raises:  TypeError, ValueError: the argument, its value, and what it should be. The values of
+             tensors aren't read: `check_values` does
     """
+    num_heads, device = query.shape[-2], query.device
     if not isinstance(causal, bool):
         raise TypeError(f"causal must be True or False, got {causal!r}")
     if window is not None and not _is(Integral, window):
@@ -63,8 +53,8 @@ def make_options(
         raise ValueError(f"window must be at least 1 key, the newest, got {window!r}")
     if softcap is not None:
         softcap = _finite("softcap", softcap)
-        if softcap <= 0:
-            raise ValueError(f"softcap must be greater than 0, got {softcap!r}")
+        if softcap < SMALLEST:  # float32 would make 0 of it
+            raise ValueError(f"softcap must be greater than 0, in float32 too, got {softcap!r}")
     alibi_slopes = _per_head("alibi_slopes", alibi_slopes, num_heads, device)
     sinks = _per_head("sinks", sinks, num_heads, device)
     for name, value in (("window", window), ("alibi_slopes", alibi_slopes)):
@@ -80,6 +70,20 @@ def make_options(
         k_scale=_cache_scale("k_scale", k_scale, geometry.num_kv_heads, device),
         v_scale=_cache_scale("v_scale", v_scale, geometry.num_kv_heads, device),
     )
+
+
+def check_values(options):
+    """Check what the options' tensors hold; on an accelerator each read is a synchronisation.
+
+    Raises:  ValueError: a slope or a scale isn't finite, or a sink is neither finite nor -inf,
+             which is no sink
+    """
+    for name in ("alibi_slopes", "sinks", "k_scale", "v_scale"):
+        value = getattr(options, name)
+        if isinstance(value, torch.Tensor):
+            wrong = [x for x in value.flatten().tolist() if not abs(x) <= LARGEST]
+            if wrong and not (name == "sinks" and set(wrong) == {-torch.inf}):
+                raise ValueError(f"{name} must be finite in float32, got {wrong[0]}")
 
 
 def _per_head(name, value, num_heads, device):

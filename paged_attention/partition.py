@@ -32,6 +32,13 @@ def whole_blocks(tokens, block_size):
     return ceil_div(tokens, block_size) * block_size
 
 
+def first_needed(seq_len, q_len, window, block_size):
+    """The first token of the first block that any of the last q_len queries sees a token of."""
+    if window is None:
+        return 0
+    return max(0, seq_len - (window + q_len - 1)) // block_size * block_size
+
+
 def work_items(seq_lens, partition_size, block_size):
     """The flat list: the partitions of every sequence, in order; none of an empty one.
 

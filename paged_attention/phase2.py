@@ -49,7 +49,7 @@ def merge_states(outs, lses):
     if acc_s.numel():
         merge_rows(acc_s, lses.clamp(min=LOWEST), merged, m)
     lse = lses.new_empty(outs.shape[1:-1])
-    out = finish(merged[:-1], m, lse.view(rows, 1))
+    out = finish(merged[:-1, 0], m, lse.view(rows))
     return out.to(outs.dtype).view(outs.shape[1:]), lse
 
 
@@ -83,19 +83,31 @@ def batched_gemm(a, b, out):
     return torch.bmm(a, b, out=out if len(out) == len(a) else out[: len(a)])
 
 
+def merge_sink(acc_s, m, sinks, new_m, weight):
+    """Merge one more state into each, that of a key whose logit is the sink and whose value is 0.
+
+    Args:    acc_s: (..., head_size + 1) and m: (...), overwritten
+             sinks: broadcasts to m, finite or -inf;  new_m, weight: like m, overwritten
+    Returns: m, the new one
+    """
+    torch.maximum(m, sinks, out=new_m)
+    acc_s.mul_(m.sub_(new_m).exp_().unsqueeze(-1))
+    acc_s[..., -1].add_(torch.sub(sinks, new_m, out=weight).exp_())
+    return new_m
+
+
 def finish(acc_s, m, lse):
     """The result of a state: acc / s, and m + ln s; exactly (0, -inf) where no key was seen.
 
-    Args:    acc_s: (..., num_heads, head_size + 1), overwritten;  m: (..., num_heads)
-             lse: where m + ln s is to be written, or None
-    Returns: out: (..., num_heads, head_size), a part of acc_s
+    Args:    acc_s: (..., head_size + 1), overwritten;  m: (...)
+             lse: like m, where m + ln s is to be written, or None
+    Returns: out: (..., head_size), a part of acc_s
     """
     acc, s = acc_s[..., :-1], acc_s[..., -1:]
     if lse is not None:
-        torch.log(s, out=lse.view(s.shape)).add_(m.view(s.shape))
-    return acc.div_(
-        s.clamp_(min=1.0)
-    )  # an s that isn't 0 is 1 or more: its largest term is exp(0)
+        torch.log(s.squeeze(-1), out=lse).add_(m)
+    # An s that isn't 0 is 1 or more: its largest term is exp(0).
+    return acc.div_(s.clamp_(min=1.0))
 
 
 def _check_states(outs, lses):

@@ -3,7 +3,6 @@
 import torch
 
 from .checks import (
-    FLOAT8S,
     FLOATS,
     check_backend,
     check_flag,
@@ -13,6 +12,7 @@ from .checks import (
     required_count,
 )
 from .device import profile_of
+from .fp8 import FLOAT8S
 from .layouts import LAYOUTS, Geometry, cache_shapes
 from .options import make_options
 from .partition import whole_blocks
@@ -21,7 +21,6 @@ from .stream import run
 from .workspace import Workspace, default_workspace
 
 PARTITION_SIZE = 1024  # tokens: the state of 24 heads takes 0.3 % of the K and V of 4
-NOT_YET = "is not implemented in this version of paged_attention"
 
 
 def plan_decode(
@@ -52,14 +51,14 @@ def plan_decode(
              num_seqs, max_seq_len: without seq_lens: a capacity plan. Its shapes are static and
                    its cost follows the capacity; it holds for any lengths up to max_seq_len,
                    read on the device in each run: the kind to capture in a CUDA graph
-             q_len: 1
-             window: None
+             q_len: query tokens of each sequence
+             window: None, or how many keys a query sees, the newest included: blocks that none
+                   sees aren't in the plan
              partition_size: tokens per partition, rounded up to whole blocks; None: 1,024, or
                    what a wave holds if that is less
              backend: None or "eager"
     Returns: DecodePlan
     Raises:  TypeError, ValueError: the argument, its value, and what it should be
-             NotImplementedError: an option of a later version, by name
     Cost:    host work in proportion to the partitions, and a copy of some numbers for each to the
              device; no synchronisation
     """
@@ -67,23 +66,20 @@ def plan_decode(
     num_kv_heads = required_count("num_kv_heads", num_kv_heads)
     head_size = required_count("head_size", head_size)
     block_size = required_count("block_size", block_size)
-    if required_count("q_len", q_len) != 1:
-        raise NotImplementedError(f"q_len={q_len!r} {NOT_YET}")
-    if checked_count("window", window) is not None:
-        raise NotImplementedError(f"window={window!r} {NOT_YET}")
+    q_len, window = required_count("q_len", q_len), checked_count("window", window)
     if num_heads % num_kv_heads:
         raise ValueError(
             f"num_heads must be a multiple of num_kv_heads, got {num_heads} and {num_kv_heads}"
         )
     if not isinstance(layout, str) or layout not in LAYOUTS:
         raise ValueError(f"layout must be one of {LAYOUTS}, got {layout!r}")
-    if dtype in (torch.uint8, *FLOAT8S):
-        raise NotImplementedError(f"fp8: dtype={dtype} {NOT_YET}")
-    if dtype not in FLOATS:
-        raise TypeError(f"dtype must be float32, float16 or bfloat16, got {dtype!r}")
+    if dtype not in (*FLOATS, torch.uint8, *FLOAT8S):
+        raise TypeError(
+            f"dtype must be float32, float16, bfloat16, uint8 or a float8, got {dtype!r}"
+        )
     cache_shapes(Geometry(1, block_size, num_kv_heads, head_size), layout, dtype)
     check_backend(backend)
-    heads = Heads(num_heads, num_kv_heads, head_size, block_size, dtype)
+    heads = Heads(num_heads, num_kv_heads, head_size, block_size, dtype, q_len, window)
     device = torch.empty(0, device=device).device  # with its index
     lengths = _lengths(seq_lens, num_seqs, max_seq_len)
     return DecodePlan(heads, layout, device, lengths, seq_lens is None, partition_size)
@@ -125,8 +121,11 @@ class DecodePlan:
     def __init__(self, heads, layout, device, lengths, static, partition_size):
         """The arguments of `plan_decode`, checked; static: whether lengths are bounds."""
         self.layout, self.device = layout, device
-        self.num_seqs, self.static = len(lengths), static
-        token_bytes = 4 * heads.num_kv_heads * heads.head_size  # of K, or of V, as float32
+        self.num_seqs, self.static, self.window = len(lengths), static, heads.window
+        if heads.window is not None and heads.window >= max(lengths, default=0):
+            heads = heads._replace(window=None)  # all keys are in sight
+        # Of K, of V, or of many rows' logits, as float32:
+        token_bytes = 4 * max(heads.num_kv_heads * heads.head_size, heads.num_rows)
         wave_tokens = max(1, profile_of(device).wave_bytes // token_bytes)
         partition_size = checked_count("partition_size", partition_size)
         if partition_size is None:
@@ -158,44 +157,41 @@ class DecodePlan:
         workspace=None,
         return_lse=False,
     ):
-        """Attention of one new token per sequence, as `paged_attention`, which see.
+        """Attention of the new tokens of each sequence, as `paged_attention`, which see.
 
-        Layout, partition size and lengths are the plan's. Types, ranks, shapes, dtypes, devices
-        and aliasing are checked, values never: an id outside the pool, or a length beyond what
-        was planned, is the caller's to rule out. An exact plan doesn't read seq_lens; a capacity
-        plan reads it on the device, and never follows a table entry past a sequence's end. A
-        sequence longer than its capacity, or than its row of the table covers, becomes NaN.
+        Layout, window, partition size and lengths are the plan's. Types, ranks, shapes, dtypes,
+        devices and aliasing are checked, values never: an id outside the pool, or a length beyond
+        what was planned, is the caller's to rule out. An exact plan doesn't read seq_lens; a
+        capacity plan reads it on the device, and never follows a table entry past a sequence's
+        end. A sequence longer than its capacity, or than its row of the table covers, becomes NaN.
 
         Nothing is read back to the host and, given `out` and a workspace that has served this
         plan, nothing is allocated but views (and lse).
 
         Returns: out, or (out, lse)
         Raises:  TypeError, ValueError: the argument, its value, and what it should be
-                 NotImplementedError: an option of a later version, by name
         """
         inputs = query, key_cache, value_cache, block_tables, seq_lens
         _, geometry = check_tensors(*inputs, self.layout, kv_cache_dtype)
         self._check_shapes(inputs, geometry)
         options = make_options(
-            query.shape[-2],
+            query,
             geometry,
-            query.device,
-            scale=scale,
-            softcap=softcap,
-            alibi_slopes=alibi_slopes,
-            causal=causal,
-            window=None,
-            sinks=sinks,
-            k_scale=k_scale,
-            v_scale=v_scale,
+            scale,
+            softcap,
+            alibi_slopes,
+            causal,
+            self.window,
+            sinks,
+            k_scale,
+            v_scale,
         )
         check_flag("return_lse", return_lse)
-        return self.run_checked(inputs, options, (k_scale, v_scale), workspace, out, return_lse)
+        return self.run_checked(inputs, options, kv_cache_dtype, workspace, out, return_lse)
 
-    def run_checked(self, inputs, options, scales, workspace, out, return_lse):
+    def run_checked(self, inputs, options, kv_cache_dtype, workspace, out, return_lse):
         """`run`, for arguments that were checked but for workspace and out."""
-        query, key_cache = inputs[:2]
-        refuse_what_is_to_come(query, key_cache, options)
+        query = inputs[0]
         if workspace is None:
             workspace = default_workspace(self.device)
         elif not isinstance(workspace, Workspace):
@@ -204,11 +200,11 @@ class DecodePlan:
             out = torch.empty_like(query, memory_format=torch.contiguous_format)
         else:
             names = "query", "key_cache", "value_cache", "block_tables", "seq_lens"
-            read = dict(zip(names, inputs), k_scale=scales[0], v_scale=scales[1])
-            check_out(out, query, read | {"workspace": next(iter(workspace.tensors()), None)})
+            read = dict(zip(names, inputs), workspace=next(iter(workspace.tensors()), None))
+            check_out(out, query, read | vars(options))
         lse = query.new_empty(query.shape[:-1], dtype=torch.float32) if return_lse else None
         views = workspace.views(self._schedule.buffers, self.device)
-        run(self._schedule, options, inputs, self.layout, views, out, lse)
+        run(self._schedule, options, inputs, self.layout, kv_cache_dtype, views, out, lse)
         return (out, lse) if return_lse else out
 
     def _check_shapes(self, inputs, geometry):
@@ -219,6 +215,7 @@ class DecodePlan:
             ("query", query, query.device, self.device),
             ("query", query, len(query), self.num_seqs),
             ("query", query, query.shape[-2], heads.num_heads),
+            ("query", query, query.shape[1] if query.dim() == 4 else 1, heads.q_len),
             ("key_cache", key_cache, key_cache.dtype, heads.dtype),
             ("key_cache", key_cache, geometry[1:], (heads.block_size, *heads[1:3])),
         ):
@@ -236,16 +233,3 @@ class DecodePlan:
                 f"{block_tables.shape[1]} columns x block size {geometry.block_size} = {covered} "
                 f"for {longest} tokens in a pool of {geometry.num_blocks} blocks"
             )
-
-
-def refuse_what_is_to_come(query, key_cache, options):
-    """NotImplementedError for what the contract has and this version hasn't: never ignored."""
-    if query.dim() == 4 and query.shape[1] != 1:
-        raise NotImplementedError(f"query with q_len={query.shape[1]} {NOT_YET}")
-    if key_cache.dtype not in FLOATS:
-        raise NotImplementedError(f"fp8: key_cache of {key_cache.dtype} {NOT_YET}")
-    for name in ("alibi_slopes", "window", "softcap", "sinks"):
-        if getattr(options, name) is not None:
-            raise NotImplementedError(f"{name}={getattr(options, name)!r} {NOT_YET}")
-    if not options.causal:
-        raise NotImplementedError(f"causal=False {NOT_YET}")

@@ -8,10 +8,9 @@ defined, and every option is applied in the order it is defined.
 import torch
 
 from .checks import check_block_ids, check_lengths, check_tensors
+from .fp8 import meaning_of
 from .layouts import unpack
-from .options import make_options
-
-FORMATS = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
+from .options import check_values, make_options
 
 
 def reference_attention(
@@ -51,25 +50,17 @@ def reference_attention(
     num_heads, head_size = query.shape[-2:]
     num_kv_heads, block_size = geometry.num_kv_heads, geometry.block_size
     options = make_options(
-        num_heads,
-        geometry,
-        query.device,
-        scale=scale,
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        causal=causal,
-        window=window,
-        sinks=sinks,
-        k_scale=k_scale,
-        v_scale=v_scale,
+        query, geometry, scale, softcap, alibi_slopes, causal, window, sinks, k_scale, v_scale
     )
+    check_values(options)
     softcap, window = options.softcap, options.window
     lengths = seq_lens.tolist()
     check_lengths(lengths, block_tables, geometry, None)
-    check_block_ids(lengths, block_tables, geometry)
-    meaning = key_cache.dtype  # of a cache's bits; bytes are moved as bytes (torch 2.1 needs it)
-    if meaning == torch.uint8:
-        meaning = getattr(torch, FORMATS[kv_cache_dtype])
+    q_len = query.shape[1] if query.dim() == 4 else 1
+    reach = max(lengths, default=0) if window is None else window + q_len - 1
+    firsts = [max(0, n - reach) for n in lengths]
+    check_block_ids(lengths, firsts, block_tables, geometry)
+    meaning = meaning_of(key_cache.dtype, kv_cache_dtype)
     if meaning.itemsize == 1:
         key_cache, value_cache = key_cache.view(torch.uint8), value_cache.view(torch.uint8)
     # Each (num_blocks, block_size, num_kv_heads, head_size):
@@ -81,20 +72,19 @@ def reference_attention(
         for x in (options.k_scale, options.v_scale)
     )
     rows = query if query.dim() == 4 else query.unsqueeze(1)
-    q_len = rows.shape[1]
 
     out = torch.zeros(rows.shape, dtype=torch.float64, device=query.device)
     lse = torch.full(rows.shape[:-1], -torch.inf, dtype=torch.float64, device=query.device)
     for seq, seq_len in enumerate(lengths):
-        positions = torch.arange(seq_len, device=query.device)
-        blocks = block_tables[seq, : -(-seq_len // block_size)].long()
-        slots = blocks[positions // block_size], positions % block_size
-        k = key[slots].view(meaning).double() * k_scale  # (seq_len, num_kv_heads, head_size)
+        positions = torch.arange(firsts[seq], seq_len, device=query.device)  # that a row may see
+        blocks = block_tables[seq, positions // block_size].long()
+        slots = blocks, positions % block_size
+        k = key[slots].view(meaning).double() * k_scale  # (positions, num_kv_heads, head_size)
         v = value[slots].view(meaning).double() * v_scale
         for head in range(num_heads):
             kv_head = head // (num_heads // num_kv_heads)
             q = rows[seq, :, head].double()  # (q_len, head_size)
-            logits = q @ k[:, kv_head].T * options.scale  # (q_len, seq_len)
+            logits = q @ k[:, kv_head].T * options.scale  # (q_len, positions)
             if softcap is not None:
                 logits = softcap * torch.tanh(logits / softcap)
             newest = torch.arange(q_len, device=query.device).unsqueeze(1) + seq_len - q_len
@@ -113,5 +103,5 @@ def reference_attention(
             for i in range(q_len):
                 seen = ~hidden[i]  # a hidden value may be NaN: it must not be touched
                 if seen.any():
-                    out[seq, i, head] = weights[i, :seq_len][seen] @ v[seen, kv_head]
+                    out[seq, i, head] = weights[i, : len(positions)][seen] @ v[seen, kv_head]
     return out.view(query.shape), lse.view(query.shape[:-1])

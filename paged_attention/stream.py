@@ -8,13 +8,15 @@ from functools import partial
 
 import torch
 
+from .fp8 import meaning_of, widen
 from .layouts import gather, row_offsets, rows_of, select
+from .mask import wave_mask
 from .phase1 import WaveBuffers, wave_states
-from .phase2 import LOWEST, finish, merge_rows
+from .phase2 import LOWEST, finish, merge_rows, merge_sink
 
 
 @torch.no_grad()
-def run(schedule, options, inputs, layout, views, out, lse):
+def run(schedule, options, inputs, layout, kv_cache_dtype, views, out, lse):
     """One decode step.
 
     Args:    inputs: query, key_cache, value_cache, block_tables, seq_lens, checked; seq_lens is
@@ -23,58 +25,72 @@ def run(schedule, options, inputs, layout, views, out, lse):
              out: query's shape;  lse: out.shape[:-1], float32, or None
     """
     query, key_cache, value_cache, block_tables, seq_lens = inputs
-    _scaled_query(query, options, views("query", *query.shape))
+    _scaled_query(schedule.heads, query, options, views)
     if schedule.waves and key_cache.numel() and block_tables.numel():
+        meaning = meaning_of(key_cache.dtype, kv_cache_dtype)
+        if meaning.itemsize == 1:  # bytes are moved as bytes
+            key_cache, value_cache = key_cache.view(torch.uint8), value_cache.view(torch.uint8)
         caches = rows_of(key_cache, value_cache, layout)
-        _phase1(schedule, caches, block_tables, seq_lens, views)
+        _phase1(schedule, options, caches, meaning, block_tables, seq_lens, views)
     else:  # no tokens, or no memory that could hold any: states of nothing
         views("acc_s", schedule.num_states, schedule.heads.head_size + 1).zero_()
         views("m", schedule.num_states).fill_(LOWEST)
     acc_s, m = _phase2(schedule, views)
-    _write_result(acc_s, m, options.v_scale, views, out, lse)
+    _write_result(schedule.heads, options, acc_s, m, views, out, lse)
 
 
-def _scaled_query(query, options, out):
-    """The queries in float32, times the scale of the logits, and of the keys."""
-    _multiply(out.copy_(query).mul_(options.scale), options.k_scale)
+def _scaled_query(heads, query, options, views):
+    """The queries in float32, a sequence's rows in the order (query head, query token), times the
+    scale of the logits, and of the keys."""
+    shape = len(query), heads.num_heads, heads.q_len, heads.head_size
+    scaled = views("query", *shape).copy_(_by_head(query, 3)).mul_(options.scale)
+    _multiply(scaled, options.k_scale)
+
+
+def _by_head(tensor, rank):
+    """(num_seqs, num_heads, q_len, ...), a view of a query, an output, or (rank 2) an lse."""
+    return (tensor.unsqueeze(1) if tensor.dim() == rank else tensor).transpose(1, 2)
 
 
 def _multiply(heads, scale):
-    """heads *= scale, a number or one for each KV head; heads: (..., num_heads, head_size)"""
+    """heads *= scale, a number or one for each KV head; heads: (num_seqs, num_heads, ..)"""
     if isinstance(scale, torch.Tensor):
-        heads.unflatten(-2, (scale.numel(), -1)).mul_(scale)
+        if scale.dim():
+            heads = heads.unflatten(1, (len(scale), -1))
+            scale = scale.view(-1, *[1] * (heads.dim() - 2))
+        heads.mul_(scale)
     elif scale != 1.0:
         heads.mul_(scale)
 
 
-def _phase1(schedule, caches, block_tables, seq_lens, views):
+def _phase1(schedule, options, caches, meaning, block_tables, seq_lens, views):
     """The states of all work items, into the buffers acc_s and m."""
-    num_heads, _, head_size, block_size, _ = schedule.heads
+    head_size, num_rows = schedule.heads.head_size, schedule.heads.num_rows
     keys, values = (
         (rows, row_offsets(rows, schedule.kv_heads, schedule.slots, partial(views, name)))
         for rows, name in zip(caches, ("key_offsets", "value_offsets"))
     )
-    query = views("query", schedule.num_seqs, num_heads, head_size)
+    query = views("query", schedule.num_seqs, num_rows, head_size)
     acc_s, m = views("acc_s", schedule.num_states, head_size + 1), views("m", schedule.num_states)
     acc, s = acc_s[:, :-1], acc_s[:, -1:]
-    left, block_ids = schedule.left, _block_ids(schedule, block_tables, views)
+    slopes = options.alibi_slopes
+    if slopes is not None:
+        slopes = views("slopes", len(slopes)).copy_(slopes).view(-1, 1, 1)
     if schedule.static:
-        left = _mask_what_is_dead(schedule, block_tables, seq_lens, block_ids, query, views)
+        block_ids, left = _follow(schedule, block_tables, seq_lens, query, views)
+    else:
+        columns, left = schedule.block_columns, schedule.left
+        block_ids = _block_ids(schedule, block_tables, columns, views)
     for wave in schedule.waves:
         buffers = _wave_buffers(schedule, wave, views)
         select(query, wave.seqs, buffers.seq_query)
-        dead = None
-        if wave.ragged:
-            # An exact schedule's items end within their last block; a static one's anywhere.
-            slots = schedule.counting[: wave.width]
-            slots = slots if schedule.static else slots[-block_size:]
-            dead = views("dead", wave.num_items, len(slots))
-            torch.ge(slots, left[wave.items].unsqueeze(1), out=dead)
         ids = block_ids[wave.blocks].view(wave.num_items, 1, -1, 1)
         wave_acc, wave_s, wave_m = wave_states(
-            partial(_fetch, *keys, ids, buffers, views),
-            partial(_fetch, *values, ids, buffers, views),
-            dead,
+            partial(_fetch, *keys, ids, meaning, buffers, views),
+            partial(_fetch, *values, ids, meaning, buffers, views),
+            wave_mask(schedule, wave, options, left, views),
+            options.softcap,
+            slopes,
             schedule.ones[: wave.width],
             buffers,
         )
@@ -83,63 +99,76 @@ def _phase1(schedule, caches, block_tables, seq_lens, views):
         m.index_copy_(0, wave.state_rows, wave_m.view(-1))
 
 
-def _block_ids(schedule, block_tables, views):
-    """(blocks,), int64: the ids of all blocks, in the order of the waves."""
+def _block_ids(schedule, block_tables, columns, views):
+    """(blocks,), int64: the ids of all blocks, in the order of the waves.
+
+    Args:    columns: (blocks,), int64, of each block, within the table
+    """
     num_blocks = len(schedule.block_seqs)
     places = views("places", num_blocks)  # in the flattened table
-    columns = block_tables.shape[1]
-    in_row = schedule.block_columns
-    if schedule.static:  # the table may be narrower than the capacity
-        in_row = torch.clamp(in_row, max=columns - 1, out=places)
-    torch.add(in_row, schedule.block_seqs, alpha=columns, out=places)
+    torch.add(columns, schedule.block_seqs, alpha=block_tables.shape[1], out=places)
     ids = views("table_ids", num_blocks, dtype=block_tables.dtype)
     torch.take(block_tables, places, out=ids)
     return views("block_ids", num_blocks).copy_(ids)
 
 
-def _mask_what_is_dead(schedule, block_tables, seq_lens, block_ids, query, views):
+def _follow(schedule, block_tables, seq_lens, query, views):
     """For a static schedule, whose lengths are on the device: a block past a sequence's end is
     never followed, block 0 is read in its place, and what was read is masked. A sequence longer
     than was planned, or than its row covers, becomes NaN: a part of it would pass for all of it.
 
-    Returns: left: (work items,), tokens from an item's start to its sequence's end
+    Returns: block_ids: (blocks,);  left: (work items,), tokens from an item's start to its
+                 sequence's end
     """
-    num_blocks, num_items = len(block_ids), len(schedule.seqs)
+    heads, num_blocks = schedule.heads, len(schedule.block_seqs)
+    block_size, last_column = heads.block_size, block_tables.shape[1] - 1
     lens = views("seq_lens", schedule.num_seqs).copy_(seq_lens)
-    block_size = schedule.heads.block_size
     most = min(schedule.longest, block_tables.shape[1] * block_size)
     too_long = torch.gt(lens, most, out=views("too_long", len(lens)))
     query.masked_fill_(too_long[:, None, None], torch.nan)
-    starts = torch.mul(schedule.block_columns, block_size, out=views("places", num_blocks))
-    block_lens = select(lens, schedule.block_seqs, views("table_ids", num_blocks))
-    block_ids.masked_fill_(torch.ge(starts, block_lens, out=views("dead_blocks", num_blocks)), 0)
-    return select(lens, schedule.seqs, views("left", num_items)).sub_(schedule.starts)
+    columns, starts = schedule.block_columns, views("places", num_blocks)
+    if heads.window is not None:  # columns are counted from the first block in sight
+        first = torch.sub(
+            lens, heads.window + heads.q_len - 1, out=views("first_blocks", len(lens))
+        )
+        first.clamp_(min=0).div_(block_size, rounding_mode="floor")
+        lens.sub_(first, alpha=block_size)
+        columns = select(first, schedule.block_seqs, views("columns", num_blocks)).add_(columns)
+    columns = torch.clamp(columns, max=last_column, out=views("columns", num_blocks))
+    block_ids = _block_ids(schedule, block_tables, columns, views)
+    torch.mul(schedule.block_columns, block_size, out=starts)
+    ends = select(lens, schedule.block_seqs, views("table_ids", num_blocks))
+    block_ids.masked_fill_(torch.ge(starts, ends, out=views("dead_blocks", num_blocks)), 0)
+    left = select(lens, schedule.seqs, views("left", len(schedule.seqs))).sub_(schedule.starts)
+    return block_ids, left
 
 
 def _wave_buffers(schedule, wave, views):
     """Where the intermediates of a wave of this size go."""
     key = wave.num_items, wave.width
     if key not in views.once:
-        num_heads, num_kv_heads, head_size, block_size, dtype = schedule.heads
-        items, group = wave.num_items * num_kv_heads, num_heads // num_kv_heads
+        heads, head_size = schedule.heads, schedule.heads.head_size
+        items, rows = wave.num_items * heads.num_kv_heads, heads.num_rows // heads.num_kv_heads
         room = max(2, items)  # batched_gemm wants room for two
         kv = views("kv", items, wave.width, head_size)
-        seq_query = views("wave_query", wave.num_items, num_heads, head_size)
+        seq_query = views("wave_query", wave.num_items, heads.num_rows, head_size)
         views.once[key] = WaveBuffers(
             seq_query=seq_query,
-            query=seq_query.view(items, group, head_size),
-            raw=None if dtype == torch.float32 else views("raw", *kv.shape),
+            query=seq_query.view(items, rows, head_size),
+            raw=None if heads.dtype == torch.float32 else views("raw", *kv.shape),
+            half=None if heads.dtype.itemsize > 1 else views("half", *kv.shape),
             kv=kv,
-            logits=views("logits", room, group, wave.width),
-            m=views("wave_m", items, group, 1),
-            s=views("wave_s", room, group, 1),
-            acc=views("wave_acc", room, group, head_size),
+            logits=views("logits", room, rows, wave.width),
+            by_head=(wave.num_items, heads.num_heads, heads.q_len, wave.width),
+            m=views("wave_m", items, rows, 1),
+            s=views("wave_s", room, rows, 1),
+            acc=views("wave_acc", room, rows, head_size),
         )
     return views.once[key]
 
 
-def _fetch(rows, offsets, block_ids, buffers, views):
-    """(items, width, head_size), float32: the wave's blocks, in order."""
+def _fetch(rows, offsets, block_ids, meaning, buffers, views):
+    """(items, width, head_size), float32: the wave's blocks, in order, read as dtype meaning."""
     num_items, _, num_blocks, _ = block_ids.shape
     num_kv_heads, _, rows_per_block = offsets.shape
     row_ids = views("row_ids", num_items, num_kv_heads, num_blocks, rows_per_block)
@@ -147,17 +176,20 @@ def _fetch(rows, offsets, block_ids, buffers, views):
     if buffers.raw is None:
         return gather(rows, row_ids.view(-1), buffers.kv)
     # By value, while the wave is still in the cache: half-precision GEMMs are slow on most CPUs.
-    return buffers.kv.copy_(gather(rows, row_ids.view(-1), buffers.raw))
+    raw = gather(rows, row_ids.view(-1), buffers.raw)
+    if buffers.half is None:
+        return buffers.kv.copy_(raw)
+    return widen(raw, meaning, buffers.half, buffers.kv)
 
 
 def _phase2(schedule, views):
-    """One merge for each query head of each sequence.
+    """One merge for each row of each sequence.
 
-    Returns: acc_s: (num_seqs, num_heads, head_size + 1) and m: (num_seqs, num_heads), in order
+    Returns: acc_s: (num_seqs, num_rows, head_size + 1) and m: (num_seqs, num_rows), in order
     """
-    num_heads, _, head_size = schedule.heads[:3]
+    num_seq_rows, head_size = schedule.heads.num_rows, schedule.heads.head_size
     acc_s, m = views("acc_s", schedule.num_states, head_size + 1), views("m", schedule.num_states)
-    rows = schedule.num_seqs * num_heads
+    rows = schedule.num_seqs * num_seq_rows
     merged_acc_s = views("merged_acc_s", rows + 1, 1, head_size + 1)  # one more than there are:
     merged_m = views("merged_m", rows)  # batched_gemm wants room for two
     for row, num_rows, state, num_states in schedule.segments:
@@ -173,8 +205,8 @@ def _phase2(schedule, views):
             out_acc_s,
             out_m,
         )
-    acc_s = merged_acc_s[:-1].view(schedule.num_seqs, num_heads, head_size + 1)
-    m = merged_m.view(schedule.num_seqs, num_heads)
+    acc_s = merged_acc_s[:-1].view(schedule.num_seqs, num_seq_rows, head_size + 1)
+    m = merged_m.view(schedule.num_seqs, num_seq_rows)
     if schedule.inverse is None:
         return acc_s, m
     return (
@@ -183,9 +215,15 @@ def _phase2(schedule, views):
     )
 
 
-def _write_result(acc_s, m, v_scale, views, out, lse):
+def _write_result(heads, options, acc_s, m, views, out, lse):
     """out = acc / s * v_scale and lse = m + ln s, or (0, -inf) where no key was seen."""
-    empty = torch.eq(acc_s[..., -1:], 0, out=views("empty", *m.shape, 1))
-    result = finish(acc_s, m, lse)
-    _multiply(result, v_scale)
-    out.copy_(result.masked_fill_(empty, 0.0).view(out.shape))  # a scale times 0 may be NaN
+    shape = len(m), heads.num_heads, heads.q_len
+    acc_s, m = acc_s.view(*shape, -1), m.view(shape)
+    if options.sinks is not None:
+        sinks = views("sinks", heads.num_heads).copy_(options.sinks).unsqueeze(1)
+        m = merge_sink(acc_s, m, sinks, views("sink_m", *shape), views("sink_s", *shape))
+    empty = torch.eq(acc_s[..., -1:], 0, out=views("empty", *shape, 1))
+    result = finish(acc_s, m, None if lse is None else _by_head(lse, 2))
+    _multiply(result, options.v_scale)
+    # A scale times 0 may be NaN.
+    _by_head(out, 3).copy_(result.masked_fill_(empty, 0.0))

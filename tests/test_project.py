@@ -16,6 +16,7 @@ PACKAGE = ROOT / "paged_attention"
 # The kernel's core, each importing only what stands before it; then what is built around it.
 CORE = [
     "phase2",
+    "fp8",
     "options",
     "layouts",
     "partition",
@@ -24,6 +25,7 @@ CORE = [
     "checks",
     "workspace",
     "schedule",
+    "mask",
     "phase1",
     "stream",
     "plan",
