@@ -14,7 +14,7 @@ TOOL_TESTS := $(wildcard tests/test_notebook*.py tests/test_project.py tests/tes
                          tests/test_plots.py tests/test_figures.py)
 UNIT_TESTS := $(filter-out $(TOOL_TESTS),$(wildcard tests/test_*.py))
 
-.PHONY: help run test lab notebooks figures lint test-oldest clean
+.PHONY: help run test fuzz lab notebooks figures lint test-oldest clean
 
 ifeq ($(strip $(VENV)),)
 $(error VENV is empty: name a folder, or none)
@@ -48,6 +48,7 @@ endef
 help:
 	@echo "make run          the ladder of stages, timed on this machine (options: ARGS=...)"
 	@echo "make test         ruff, unit tests, every notebook re-run and compared"
+	@echo "make fuzz         ten minutes of random decode steps against float64, other ones each time"
 	@echo "make lab          open the notebooks in JupyterLab"
 	@echo "make notebooks    re-run the notebooks from top to bottom and store what they print"
 	@echo "make figures      redraw every figure from the JSON beside it"
@@ -64,6 +65,10 @@ test: $(READY)
 	$(call need,torch numpy matplotlib tqdm ipykernel pytest xdist hypothesis nbval nbconvert yaml ruff)
 	$(ruff)
 	$(PY) -m pytest -n 2 --dist loadfile --nbval --nbval-current-env tests notebooks
+
+fuzz: $(READY)
+	$(call need,torch numpy pytest xdist hypothesis)
+	HYPOTHESIS_PROFILE=fuzz $(PY) -m pytest -n 2 --dist worksteal tests/test_differential.py
 
 lint: $(READY)
 	$(call need,ruff)

@@ -53,6 +53,13 @@ settings.register_profile(
 settings.register_profile(
     "explore", deadline=None, max_examples=1000, suppress_health_check=list(HealthCheck)
 )
+settings.register_profile(  # `make fuzz`: some ten minutes of the differential test on 2 cores
+    "fuzz",
+    deadline=None,
+    max_examples=2000,
+    print_blob=True,
+    suppress_health_check=list(HealthCheck),
+)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 
