@@ -25,7 +25,7 @@ def widen(raw, meaning, half, out):
     """out = raw, by value.
 
     Args:    raw: uint8, contiguous, overwritten;  meaning: the float8 dtype that its bytes are of
-             half: int16, as many elements;  out: float32, as many elements
+             half: int16, like raw;  out: float32, of its shape
     Cost:    on a CPU, whose e4m3 conversion in PyTorch takes twelve times as long, a float16 is
              made of the bits: the exponents of both formats fit in its own
     """

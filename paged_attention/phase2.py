@@ -7,6 +7,7 @@ Attention over a set of keys is a reduction. What a partition has seen is kept a
     acc   sum of exp(logit - m) * value              (0 when no key was seen)
 
 Unnormalised, float32; acc and s lie side by side as one matrix, [acc | s], that one GEMM reduces.
+(What pads it to `aligned` columns is never looked at.)
 
 Two states merge by bringing both to the larger maximum and adding. The merge is associative and
 commutative, and the empty state (-inf, 0, 0) is its identity, so a sequence may be cut anywhere
@@ -19,6 +20,13 @@ import math
 import torch
 
 LOWEST = torch.finfo(torch.float32).min  # the m of an empty state: may be subtracted from itself
+
+
+def aligned(columns):
+    """So many columns of float32, or a few more, so that each row of a matrix begins at a multiple
+    of 16 bytes: where one doesn't, MKL may add in another order (on an AMD CPU it does), and bits
+    would depend on which row or which matrix of a batch it is."""
+    return -(-columns // 4) * 4
 
 
 @torch.no_grad()
@@ -43,32 +51,35 @@ def merge_states(outs, lses):
     num_states, rows, head_size = len(outs), math.prod(outs.shape[1:-1]), outs.shape[-1]
     lses = lses.float().reshape(num_states, rows).t()  # (rows, num_states)
     acc = outs.float().reshape(num_states, rows, head_size).transpose(0, 1)
-    seen = (lses != -torch.inf).unsqueeze(-1)
-    acc_s = torch.cat([acc.masked_fill(~seen, 0.0), seen.float()], dim=-1)
-    merged, m = acc_s.new_zeros(rows + 1, 1, head_size + 1), lses.new_full((rows,), LOWEST)
+    seen = lses != -torch.inf
+    acc_s = acc.new_zeros(rows, num_states, aligned(head_size + 1))
+    acc_s[..., :head_size] = acc.masked_fill(~seen.unsqueeze(-1), 0.0)
+    acc_s[..., head_size] = seen
+    merged, m = acc_s.new_zeros(rows + 1, 1, acc_s.shape[-1]), lses.new_full((rows,), LOWEST)
     if acc_s.numel():
-        merge_rows(acc_s, lses.clamp(min=LOWEST), merged, m)
+        lses = lses.clamp(min=LOWEST)
+        merge_rows(acc_s, lses, torch.empty_like(lses), merged, m)
     lse = lses.new_empty(outs.shape[1:-1])
-    out = finish(merged[:-1, 0], m, lse.view(rows))
+    out = finish(merged[:-1, 0, :head_size], merged[:-1, 0, head_size], m, lse.view(rows))
     return out.to(outs.dtype).view(outs.shape[1:]), lse
 
 
-def merge_rows(acc_s, m, out_acc_s, out_m):
+def merge_rows(acc_s, m, weights, out_acc_s, out_m):
     """Merge each row's states into one, writing to memory that is there already.
 
     The merge of a segmented reduction: a row is one sequence and query head, its states are
     adjacent, and rows of equally many states come together, so that nothing is padded.
 
-    Args:    acc_s: (rows, num_states, head_size + 1), acc and s side by side, reduced by one GEMM
-             m: (rows, num_states), finite or NaN, overwritten
-             out_acc_s: (rows, 1, head_size + 1), in memory for two rows at least;  out_m: (rows,)
+    Args:    acc_s: (rows, num_states, aligned(head_size + 1)), reduced by one GEMM
+             m: (rows, num_states), finite or NaN;  weights: like m, overwritten
+             out_acc_s: (rows, 1, as acc_s), in memory for two rows at least;  out_m: (rows,)
     """
     if m.shape[1] == 1:  # SingleTile
         out_acc_s[: len(m)].copy_(acc_s)
         out_m.copy_(m.squeeze(1))
         return
     torch.amax(m, 1, out=out_m)
-    weights = m.sub_(out_m.unsqueeze(1)).exp_()  # (rows, num_states)
+    torch.sub(m, out_m.unsqueeze(1), out=weights).exp_()
     batched_gemm(weights.unsqueeze(1), acc_s, out_acc_s)
 
 
@@ -78,36 +89,36 @@ def batched_gemm(a, b, out):
     MKL takes another path for a batch of one, and gives other bits, than for the same matrices in
     a longer batch. So that bits do not depend on what else is in a batch, one is computed twice.
     """
-    if len(a) == 1:
+    num = a.shape[0]  # len(a), which is slower
+    if num == 1:
         return torch.bmm(a.expand(2, -1, -1), b.expand(2, -1, -1), out=out[:2])[:1]
-    return torch.bmm(a, b, out=out if len(out) == len(a) else out[: len(a)])
+    return torch.bmm(a, b, out=out if out.shape[0] == num else out[:num])
 
 
-def merge_sink(acc_s, m, sinks, new_m, weight):
+def merge_sink(acc, s, m, sinks, new_m, weight):
     """Merge one more state into each, that of a key whose logit is the sink and whose value is 0.
 
-    Args:    acc_s: (..., head_size + 1) and m: (...), overwritten
+    Args:    acc: (..., head_size), s and m: (...), overwritten
              sinks: broadcasts to m, finite or -inf;  new_m, weight: like m, overwritten
     Returns: m, the new one
     """
     torch.maximum(m, sinks, out=new_m)
-    acc_s.mul_(m.sub_(new_m).exp_().unsqueeze(-1))
-    acc_s[..., -1].add_(torch.sub(sinks, new_m, out=weight).exp_())
+    s.mul_(m.sub_(new_m).exp_()).add_(torch.sub(sinks, new_m, out=weight).exp_())
+    acc.mul_(m.unsqueeze(-1))
     return new_m
 
 
-def finish(acc_s, m, lse):
+def finish(acc, s, m, lse):
     """The result of a state: acc / s, and m + ln s; exactly (0, -inf) where no key was seen.
 
-    Args:    acc_s: (..., head_size + 1), overwritten;  m: (...)
+    Args:    acc: (..., head_size) and s: (...), overwritten;  m: (...)
              lse: like m, where m + ln s is to be written, or None
-    Returns: out: (..., head_size), a part of acc_s
+    Returns: out: (..., head_size), in acc's place
     """
-    acc, s = acc_s[..., :-1], acc_s[..., -1:]
     if lse is not None:
-        torch.log(s.squeeze(-1), out=lse).add_(m)
+        torch.log(s, out=lse).add_(m)
     # An s that isn't 0 is 1 or more: its largest term is exp(0).
-    return acc.div_(s.clamp_(min=1.0))
+    return acc.div_(s.clamp_(min=1.0).unsqueeze(-1))
 
 
 def _check_states(outs, lses):

@@ -17,7 +17,7 @@ from .layouts import LAYOUTS, Geometry, cache_shapes
 from .options import make_options
 from .partition import whole_blocks
 from .schedule import Heads, Schedule
-from .stream import run
+from .stream import partial_states, run
 from .workspace import Workspace, default_workspace
 
 PARTITION_SIZE = 1024  # tokens: the state of 24 heads takes 0.3 % of the K and V of 4
@@ -174,17 +174,9 @@ class DecodePlan:
         inputs = query, key_cache, value_cache, block_tables, seq_lens
         _, geometry = check_tensors(*inputs, self.layout, kv_cache_dtype)
         self._check_shapes(inputs, geometry)
+        window = self.window
         options = make_options(
-            query,
-            geometry,
-            scale,
-            softcap,
-            alibi_slopes,
-            causal,
-            self.window,
-            sinks,
-            k_scale,
-            v_scale,
+            query, geometry, scale, softcap, alibi_slopes, causal, window, sinks, k_scale, v_scale
         )
         check_flag("return_lse", return_lse)
         return self.run_checked(inputs, options, kv_cache_dtype, workspace, out, return_lse)
@@ -206,6 +198,11 @@ class DecodePlan:
         views = workspace.views(self._schedule.buffers, self.device)
         run(self._schedule, options, inputs, self.layout, kv_cache_dtype, views, out, lse)
         return (out, lse) if return_lse else out
+
+    def partial_states(self, workspace):
+        """The partitions' states that this plan's last run left in a workspace, which no other
+        plan has used since: see stream.partial_states."""
+        return partial_states(self._schedule, workspace.views(self._schedule.buffers, self.device))
 
     def _check_shapes(self, inputs, geometry):
         """The tensors are those that were planned for."""

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 from .partition import ceil_div, first_needed, waves, work_items
+from .phase2 import aligned
 from .workspace import Buffers
 
 
@@ -28,6 +29,11 @@ class Heads(NamedTuple):
     def num_rows(self):
         """Pairs of query head and query token: what attention is computed for."""
         return self.num_heads * self.q_len
+
+    @property
+    def lanes(self):
+        """Floats from one row of queries, K or V in the workspace to the next."""
+        return aligned(self.head_size)
 
     @property
     def reach(self):
@@ -84,6 +90,7 @@ class Schedule:
             spans = [length - first for length, first in zip(lengths, firsts)]
         num_states = [ceil_div(span, partition_size) for span in spans]
         order = sorted(range(len(lengths)), key=num_states.__getitem__, reverse=True)  # stable
+        self.order = order  # of the sequences, in the merge
         self.inverse = None if order == sorted(order) else _tensor(order).argsort().to(device)
         self.segments, first_state = _segments(order, num_states, heads.num_rows)
         self.num_states = sum(num_states) * heads.num_rows
@@ -141,8 +148,8 @@ class Schedule:
 
     def _sizes(self):
         """name -> (dtype, elements) of every intermediate; a wave's are as large as any wave's."""
-        num_heads, num_kv_heads, head_size, block_size, dtype, q_len, window = self.heads
-        num_rows = self.heads.num_rows
+        num_heads, num_kv_heads, head_size, block_size, dtype, q_len, _ = self.heads
+        num_rows, lanes, state = self.heads.num_rows, self.heads.lanes, aligned(head_size + 1)
         group = num_rows // num_kv_heads
         items = max((wave.num_items for wave in self.waves), default=0)
         tokens = max((wave.num_items * wave.width for wave in self.waves), default=0)
@@ -151,18 +158,19 @@ class Schedule:
         rows = self.num_seqs * num_rows
         moved = 0 if self.inverse is None else rows
         sizes = {
-            "query": (torch.float32, rows * head_size),
-            "wave_query": (torch.float32, items * num_rows * head_size),
-            "kv": (torch.float32, tokens * num_kv_heads * head_size),
+            "query": (torch.float32, rows * lanes),
+            "wave_query": (torch.float32, items * num_rows * lanes),
+            "kv": (torch.float32, tokens * num_kv_heads * lanes),
             "logits": (torch.float32, logits),
             "wave_m": (torch.float32, matrices * group),
             "wave_s": (torch.float32, matrices * group),
-            "wave_acc": (torch.float32, matrices * group * head_size),
-            "acc_s": (torch.float32, self.num_states * (head_size + 1)),
+            "wave_acc": (torch.float32, matrices * group * lanes),
+            "acc_s": (torch.float32, self.num_states * state),
             "m": (torch.float32, self.num_states),
-            "merged_acc_s": (torch.float32, (rows + 1) * (head_size + 1)),
+            "weights": (torch.float32, self.num_states),
+            "merged_acc_s": (torch.float32, (rows + 1) * state),
             "merged_m": (torch.float32, rows),
-            "sorted_acc_s": (torch.float32, moved * (head_size + 1)),
+            "sorted_acc_s": (torch.float32, moved * state),
             "sorted_m": (torch.float32, moved),
             "empty": (torch.bool, rows),
             "slopes": (torch.float32, num_heads),
@@ -181,7 +189,7 @@ class Schedule:
             "hidden": (torch.bool, tokens * q_len),
             "dead": (torch.bool, tokens),
         }
-        if dtype != torch.float32:
+        if dtype != torch.float32 or lanes != head_size:
             raw = torch.uint8 if dtype.itemsize == 1 else dtype
             sizes["raw"] = raw, tokens * num_kv_heads * head_size
         if dtype.itemsize == 1:

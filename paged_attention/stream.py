@@ -12,7 +12,7 @@ from .fp8 import meaning_of, widen
 from .layouts import gather, row_offsets, rows_of, select
 from .mask import wave_mask
 from .phase1 import WaveBuffers, wave_states
-from .phase2 import LOWEST, finish, merge_rows, merge_sink
+from .phase2 import LOWEST, aligned, finish, merge_rows, merge_sink
 
 
 @torch.no_grad()
@@ -33,18 +33,25 @@ def run(schedule, options, inputs, layout, kv_cache_dtype, views, out, lse):
         caches = rows_of(key_cache, value_cache, layout)
         _phase1(schedule, options, caches, meaning, block_tables, seq_lens, views)
     else:  # no tokens, or no memory that could hold any: states of nothing
-        views("acc_s", schedule.num_states, schedule.heads.head_size + 1).zero_()
-        views("m", schedule.num_states).fill_(LOWEST)
+        acc_s, m = _states(schedule, views)
+        acc_s.zero_()
+        m.fill_(LOWEST)
     acc_s, m = _phase2(schedule, views)
     _write_result(schedule.heads, options, acc_s, m, views, out, lse)
+
+
+def _states(schedule, views):
+    """acc_s: (all states, aligned(head_size + 1)) and m: (all states,)"""
+    num_states, columns = schedule.num_states, aligned(schedule.heads.head_size + 1)
+    return views("acc_s", num_states, columns), views("m", num_states)
 
 
 def _scaled_query(heads, query, options, views):
     """The queries in float32, a sequence's rows in the order (query head, query token), times the
     scale of the logits, and of the keys."""
-    shape = len(query), heads.num_heads, heads.q_len, heads.head_size
-    scaled = views("query", *shape).copy_(_by_head(query, 3)).mul_(options.scale)
-    _multiply(scaled, options.k_scale)
+    scaled = views("query", len(query), heads.num_heads, heads.q_len, heads.lanes)
+    scaled = scaled[..., : heads.head_size]
+    _multiply(scaled.copy_(_by_head(query, 3)).mul_(options.scale), options.k_scale)
 
 
 def _by_head(tensor, rank):
@@ -70,9 +77,9 @@ def _phase1(schedule, options, caches, meaning, block_tables, seq_lens, views):
         (rows, row_offsets(rows, schedule.kv_heads, schedule.slots, partial(views, name)))
         for rows, name in zip(caches, ("key_offsets", "value_offsets"))
     )
-    query = views("query", schedule.num_seqs, num_rows, head_size)
-    acc_s, m = views("acc_s", schedule.num_states, head_size + 1), views("m", schedule.num_states)
-    acc, s = acc_s[:, :-1], acc_s[:, -1:]
+    query = views("query", schedule.num_seqs, num_rows, schedule.heads.lanes)
+    acc_s, m = _states(schedule, views)
+    acc, s = acc_s[:, :head_size], acc_s[:, head_size : head_size + 1]
     slopes = options.alibi_slopes
     if slopes is not None:
         slopes = views("slopes", len(slopes)).copy_(slopes).view(-1, 1, 1)
@@ -94,7 +101,8 @@ def _phase1(schedule, options, caches, meaning, block_tables, seq_lens, views):
             schedule.ones[: wave.width],
             buffers,
         )
-        acc.index_copy_(0, wave.state_rows, wave_acc.view(-1, head_size))
+        wave_acc = wave_acc.view(-1, schedule.heads.lanes)[:, :head_size]
+        acc.index_copy_(0, wave.state_rows, wave_acc)
         s.index_copy_(0, wave.state_rows, wave_s.view(-1, 1))
         m.index_copy_(0, wave.state_rows, wave_m.view(-1))
 
@@ -145,30 +153,33 @@ def _follow(schedule, block_tables, seq_lens, query, views):
 
 def _wave_buffers(schedule, wave, views):
     """Where the intermediates of a wave of this size go."""
-    key = wave.num_items, wave.width
+    key = schedule.heads, wave.num_items, wave.width
     if key not in views.once:
-        heads, head_size = schedule.heads, schedule.heads.head_size
+        heads, lanes, head_size = schedule.heads, schedule.heads.lanes, schedule.heads.head_size
         items, rows = wave.num_items * heads.num_kv_heads, heads.num_rows // heads.num_kv_heads
         room = max(2, items)  # batched_gemm wants room for two
-        kv = views("kv", items, wave.width, head_size)
-        seq_query = views("wave_query", wave.num_items, heads.num_rows, head_size)
+        kv = views("kv", items, wave.width, lanes)
+        seq_query = views("wave_query", wave.num_items, heads.num_rows, lanes)
+        raw = None
+        if heads.dtype != torch.float32 or lanes != head_size:
+            raw = views("raw", items, wave.width, head_size)
         views.once[key] = WaveBuffers(
             seq_query=seq_query,
-            query=seq_query.view(items, rows, head_size),
-            raw=None if heads.dtype == torch.float32 else views("raw", *kv.shape),
-            half=None if heads.dtype.itemsize > 1 else views("half", *kv.shape),
+            query=seq_query.view(items, rows, lanes)[..., :head_size],
+            raw=raw,
+            half=None if heads.dtype.itemsize > 1 else views("half", *raw.shape),
             kv=kv,
             logits=views("logits", room, rows, wave.width),
             by_head=(wave.num_items, heads.num_heads, heads.q_len, wave.width),
             m=views("wave_m", items, rows, 1),
             s=views("wave_s", room, rows, 1),
-            acc=views("wave_acc", room, rows, head_size),
+            acc=views("wave_acc", room, rows, lanes),
         )
     return views.once[key]
 
 
 def _fetch(rows, offsets, block_ids, meaning, buffers, views):
-    """(items, width, head_size), float32: the wave's blocks, in order, read as dtype meaning."""
+    """(items, width, lanes), float32: the wave's blocks, in order, read as dtype meaning."""
     num_items, _, num_blocks, _ = block_ids.shape
     num_kv_heads, _, rows_per_block = offsets.shape
     row_ids = views("row_ids", num_items, num_kv_heads, num_blocks, rows_per_block)
@@ -177,20 +188,26 @@ def _fetch(rows, offsets, block_ids, meaning, buffers, views):
         return gather(rows, row_ids.view(-1), buffers.kv)
     # By value, while the wave is still in the cache: half-precision GEMMs are slow on most CPUs.
     raw = gather(rows, row_ids.view(-1), buffers.raw)
+    out = buffers.kv[..., : raw.shape[-1]]
     if buffers.half is None:
-        return buffers.kv.copy_(raw)
-    return widen(raw, meaning, buffers.half, buffers.kv)
+        out.copy_(raw)
+    else:
+        widen(raw, meaning, buffers.half, out)
+    return buffers.kv
 
 
 def _phase2(schedule, views):
     """One merge for each row of each sequence.
 
-    Returns: acc_s: (num_seqs, num_rows, head_size + 1) and m: (num_seqs, num_rows), in order
+    Returns: acc_s: (num_seqs, num_rows, aligned(head_size + 1)) and m: (num_seqs, num_rows),
+                 in order
     """
-    num_seq_rows, head_size = schedule.heads.num_rows, schedule.heads.head_size
-    acc_s, m = views("acc_s", schedule.num_states, head_size + 1), views("m", schedule.num_states)
+    num_seq_rows = schedule.heads.num_rows
+    acc_s, m = _states(schedule, views)
+    columns = acc_s.shape[1]
+    weights = views("weights", schedule.num_states)
     rows = schedule.num_seqs * num_seq_rows
-    merged_acc_s = views("merged_acc_s", rows + 1, 1, head_size + 1)  # one more than there are:
+    merged_acc_s = views("merged_acc_s", rows + 1, 1, columns)  # one more than there are:
     merged_m = views("merged_m", rows)  # batched_gemm wants room for two
     for row, num_rows, state, num_states in schedule.segments:
         out_acc_s, out_m = merged_acc_s[row:], merged_m[row : row + num_rows]
@@ -200,12 +217,13 @@ def _phase2(schedule, views):
             continue
         states = slice(state, state + num_rows * num_states)
         merge_rows(
-            acc_s[states].view(num_rows, num_states, head_size + 1),
+            acc_s[states].view(num_rows, num_states, columns),
             m[states].view(num_rows, num_states),
+            weights[states].view(num_rows, num_states),
             out_acc_s,
             out_m,
         )
-    acc_s = merged_acc_s[:-1].view(schedule.num_seqs, num_seq_rows, head_size + 1)
+    acc_s = merged_acc_s[:-1].view(schedule.num_seqs, num_seq_rows, columns)
     m = merged_m.view(schedule.num_seqs, num_seq_rows)
     if schedule.inverse is None:
         return acc_s, m
@@ -215,15 +233,36 @@ def _phase2(schedule, views):
     )
 
 
+def partial_states(schedule, views):
+    """What the last run left in Phase 2's hands, until the next one.
+
+    Returns: a list of (seqs, acc, s, m) for sequences of equally many partitions: seqs a list of
+             int, acc (seqs, num_heads, q_len, partitions, head_size), s and m without the last.
+             acc is unnormalised and not yet times v_scale; no sink is among them
+    """
+    heads, states = schedule.heads, []
+    acc_s, m = _states(schedule, views)
+    for row, num_rows, state, num_states in schedule.segments:
+        first, num_seqs = row // heads.num_rows, num_rows // heads.num_rows
+        shape = num_seqs, heads.num_heads, heads.q_len, num_states
+        of_segment = slice(state, state + num_rows * num_states)
+        seqs = schedule.order[first : first + num_seqs]
+        of_seqs = acc_s[of_segment].view(*shape, acc_s.shape[1])
+        acc, s = of_seqs[..., : heads.head_size], of_seqs[..., heads.head_size]
+        states.append((seqs, acc, s, m[of_segment].view(shape)))
+    return states
+
+
 def _write_result(heads, options, acc_s, m, views, out, lse):
     """out = acc / s * v_scale and lse = m + ln s, or (0, -inf) where no key was seen."""
     shape = len(m), heads.num_heads, heads.q_len
-    acc_s, m = acc_s.view(*shape, -1), m.view(shape)
+    acc_s, m = acc_s.view(*shape, acc_s.shape[-1]), m.view(shape)
+    acc, s = acc_s[..., : heads.head_size], acc_s[..., heads.head_size]
     if options.sinks is not None:
         sinks = views("sinks", heads.num_heads).copy_(options.sinks).unsqueeze(1)
-        m = merge_sink(acc_s, m, sinks, views("sink_m", *shape), views("sink_s", *shape))
-    empty = torch.eq(acc_s[..., -1:], 0, out=views("empty", *shape, 1))
-    result = finish(acc_s, m, None if lse is None else _by_head(lse, 2))
+        m = merge_sink(acc, s, m, sinks, views("sink_m", *shape), views("sink_s", *shape))
+    empty = torch.eq(s, 0, out=views("empty", *shape)).unsqueeze(-1)
+    result = finish(acc, s, m, None if lse is None else _by_head(lse, 2))
     _multiply(result, options.v_scale)
     # A scale times 0 may be NaN.
     _by_head(out, 3).copy_(result.masked_fill_(empty, 0.0))

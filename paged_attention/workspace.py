@@ -36,7 +36,8 @@ class Workspace:
         self._memory = self._views = None
 
     def views(self, buffers, device):
-        """Views of the memory as these buffers, remembered until other ones are asked for.
+        """Views of the memory as these buffers, remembered until ones of other sizes are asked
+        for: the next layer's, and most of the next step's, are the same.
 
         Raises:  ValueError: the workspace lies on another device
         """
@@ -45,7 +46,7 @@ class Workspace:
         if self.device != device:
             raise ValueError(f"workspace must be on {device} like query, got {self.device}")
         views = self._views  # held here: another thread may clear the workspace
-        if views is None or views.buffers is not buffers:
+        if views is None or views.places != buffers.places:
             memory = self._memory
             if memory is None or 4 * memory.numel() < buffers.nbytes:
                 with torch.inference_mode(False):  # or it couldn't be written to outside of it
@@ -75,14 +76,14 @@ class Views:
     """
 
     def __init__(self, buffers, memory):
-        self.buffers, self._made, self._typed = buffers, {}, {torch.float32: memory}
+        self.places, self._made, self._typed = buffers.places, {}, {torch.float32: memory}
         self.once = {}
 
     def __call__(self, name, *shape, dtype=None):
         """The beginning of a buffer, contiguous, of its own dtype unless another is given."""
         view = self._made.get((name, shape, dtype))
         if view is None:
-            first_byte, own_dtype = self.buffers.places[name]
+            first_byte, own_dtype = self.places[name]
             typed = self._as(dtype or own_dtype)
             strides, numel = [], 1
             for n in reversed(shape):
