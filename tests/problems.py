@@ -58,6 +58,8 @@ def problems(draw, layout, kind):
     q_len = draw(st.integers(1, 5))
     length = st.sampled_from(near) | st.integers(0, 80)
     lens = draw(st.lists(length, min_size=0 if q_len == 1 else 1, max_size=4))
+    if not lens:
+        num_heads, num_kv_heads = group, 1  # as `paged` makes a pool of nobody
     seed, sharp = draw(st.integers(0, 2**31)), draw(st.sampled_from([0.0, 1.0, 4.0]))
 
     options, window = _options(draw, num_heads, num_kv_heads, max(lens, default=0) + 3, q_len)
