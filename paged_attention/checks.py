@@ -125,13 +125,8 @@ def cache_geometry(key_cache, value_cache, layout):
     """The cache's Geometry; both tensors must have exactly the shapes it gives them."""
     if value_cache.dim() != 4:
         raise ValueError(f"value_cache must be 4-D, got shape {tuple(value_cache.shape)}")
-    if layout == "vllm":
-        num_blocks, num_kv_heads, head_size, block_size = value_cache.shape
-    elif layout == "HND":
-        num_blocks, num_kv_heads, block_size, head_size = value_cache.shape
-    else:
-        num_blocks, block_size, num_kv_heads, head_size = value_cache.shape
-    geometry = Geometry(num_blocks, block_size, num_kv_heads, head_size)
+    order = {"vllm": (0, 3, 1, 2), "HND": (0, 2, 1, 3), "NHD": (0, 1, 2, 3)}[layout]
+    geometry = Geometry(*(value_cache.shape[dim] for dim in order))
     for name in ("block_size", "num_kv_heads", "head_size"):
         if getattr(geometry, name) < 1:
             raise ValueError(
@@ -244,11 +239,12 @@ def check_block_ids(lengths, firsts, block_tables, geometry):
     outside = (table < 0) | (table >= geometry.num_blocks)  # (num_seqs, max_blocks)
     if not outside.any():
         return
-    ends = [ceil_div(seq_len, geometry.block_size) for seq_len in lengths]
-    firsts = [first // geometry.block_size for first in firsts]
-    firsts, ends = torch.tensor([firsts, ends], device="cpu").unsqueeze(2)
     columns = torch.arange(table.shape[1], device="cpu")
-    live = (columns >= firsts) & (columns < ends)
+    ends = [ceil_div(seq_len, geometry.block_size) for seq_len in lengths]
+    live = columns < torch.tensor(ends, device="cpu").unsqueeze(1)
+    if any(firsts):
+        firsts = [first // geometry.block_size for first in firsts]
+        live &= columns >= torch.tensor(firsts, device="cpu").unsqueeze(1)
     bad = (live & outside).nonzero()
     if len(bad):
         seq, column = bad[0].tolist()

@@ -56,12 +56,19 @@ def wave_mask(schedule, wave, options, left, views):
 def adjust(logits, mask, softcap, slopes):
     """Cap, bias and mask logits in place.
 
-    Args:    logits: (work items, num_heads, q_len, width), scaled
+    Args:    logits: (items, rows, width), scaled
              softcap: None or a float;  slopes: None or (num_heads, 1, 1), float32
     """
     if softcap is not None:
         logits.div_(softcap).tanh_().mul_(softcap)
     if slopes is not None:
-        logits.addcmul_(mask.behind.unsqueeze(1), slopes, value=-1)
+        _by_head(logits, mask.behind).addcmul_(mask.behind.unsqueeze(1), slopes, value=-1)
     if mask.hidden is not None:
-        logits[..., -mask.hidden.shape[-1] :].masked_fill_(mask.hidden.unsqueeze(1), -torch.inf)
+        last = _by_head(logits, mask.hidden)[..., -mask.hidden.shape[2] :]
+        last.masked_fill_(mask.hidden.unsqueeze(1), -torch.inf)
+
+
+def _by_head(logits, of_rows):
+    """(work items, num_heads, q_len, width); heads and query tokens together, if of_rows, (work
+    items, q_len or 1, ..), is the same for all rows."""
+    return logits.view(*of_rows.shape[:1], -1, of_rows.shape[1], logits.shape[2])

@@ -22,8 +22,8 @@ class Options:
     causal: whether a query sees no key after itself
     window: None, or how many keys a query sees, the newest included
     sinks: None, or (num_heads,), logits that take weight and have no value
-    k_scale, v_scale: multiply the cached keys and values; a float or a float32 tensor that
-        broadcasts against (num_kv_heads, 1, 1)
+    k_scale, v_scale: multiply the cached keys and values; a float or a tensor of one element or
+        (num_kv_heads,)
     """
 
     scale: float
@@ -112,8 +112,7 @@ def _cache_scale(name, value, num_kv_heads, device):
         )
     if value.device != device and not (value.dim() == 0 and value.device.type == "cpu"):
         raise ValueError(f"{name} must be on {device} like query, got {value.device}")
-    value = value.float()
-    return value.reshape(()) if value.numel() == 1 else value.view(num_kv_heads, 1, 1)
+    return value.reshape(()) if value.numel() == 1 else value
 
 
 def _finite(name, value):

@@ -17,7 +17,7 @@ from .layouts import LAYOUTS, Geometry, cache_shapes
 from .options import make_options
 from .partition import whole_blocks
 from .schedule import Heads, Schedule
-from .stream import partial_states, run
+from .stream import run
 from .workspace import Workspace, default_workspace
 
 PARTITION_SIZE = 1024  # tokens: the state of 24 heads takes 0.3 % of the K and V of 4
@@ -131,11 +131,11 @@ class DecodePlan:
         if partition_size is None:
             partition_size = min(PARTITION_SIZE, wave_tokens)
         self.partition_size = whole_blocks(partition_size, heads.block_size)
-        self._schedule = Schedule(lengths, static, heads, self.partition_size, wave_tokens, device)
+        self.schedule = Schedule(lengths, static, heads, self.partition_size, wave_tokens, device)
 
     @property
     def workspace_bytes(self):
-        return self._schedule.buffers.nbytes
+        return self.schedule.buffers.nbytes
 
     def run(
         self,
@@ -195,19 +195,14 @@ class DecodePlan:
             read = dict(zip(names, inputs), workspace=next(iter(workspace.tensors()), None))
             check_out(out, query, read | vars(options))
         lse = query.new_empty(query.shape[:-1], dtype=torch.float32) if return_lse else None
-        views = workspace.views(self._schedule.buffers, self.device)
-        run(self._schedule, options, inputs, self.layout, kv_cache_dtype, views, out, lse)
+        views = workspace.views(self.schedule.buffers, self.device)
+        run(self.schedule, options, inputs, self.layout, kv_cache_dtype, views, out, lse)
         return (out, lse) if return_lse else out
-
-    def partial_states(self, workspace):
-        """The partitions' states that this plan's last run left in a workspace, which no other
-        plan has used since: see stream.partial_states."""
-        return partial_states(self._schedule, workspace.views(self._schedule.buffers, self.device))
 
     def _check_shapes(self, inputs, geometry):
         """The tensors are those that were planned for."""
         query, key_cache, _, block_tables, _ = inputs
-        heads, longest = self._schedule.heads, self._schedule.longest
+        heads, longest = self.schedule.heads, self.schedule.longest
         for name, tensor, got, planned in (
             ("query", query, query.device, self.device),
             ("query", query, len(query), self.num_seqs),

@@ -67,8 +67,8 @@ def reference_attention(
     key, value = unpack(key_cache, value_cache, layout)
     k_scale, v_scale = (
         torch.as_tensor(x, dtype=torch.float64, device=query.device)
-        .expand(num_kv_heads, 1, 1)
-        .view(num_kv_heads, 1)
+        .expand(num_kv_heads)
+        .unsqueeze(1)
         for x in (options.k_scale, options.v_scale)
     )
     rows = query if query.dim() == 4 else query.unsqueeze(1)

@@ -36,6 +36,11 @@ class Heads(NamedTuple):
         return aligned(self.head_size)
 
     @property
+    def as_stored(self):
+        """Whether K and V can be used as they are in the caches, row by row."""
+        return self.dtype == torch.float32 and self.lanes == self.head_size
+
+    @property
     def reach(self):
         """Tokens that a windowed sequence needs at most: those in sight, and what precedes them
         in their first block."""
@@ -175,6 +180,7 @@ class Schedule:
             "empty": (torch.bool, rows),
             "slopes": (torch.float32, num_heads),
             "sinks": (torch.float32, num_heads),
+            "scale": (torch.float32, num_kv_heads),
             "sink_m": (torch.float32, rows),
             "sink_s": (torch.float32, rows),
             "places": (torch.int64, len(self.block_seqs)),
@@ -189,7 +195,7 @@ class Schedule:
             "hidden": (torch.bool, tokens * q_len),
             "dead": (torch.bool, tokens),
         }
-        if dtype != torch.float32 or lanes != head_size:
+        if not self.heads.as_stored:
             raw = torch.uint8 if dtype.itemsize == 1 else dtype
             sizes["raw"] = raw, tokens * num_kv_heads * head_size
         if dtype.itemsize == 1:

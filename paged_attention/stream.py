@@ -11,7 +11,7 @@ import torch
 from .fp8 import meaning_of, widen
 from .layouts import gather, row_offsets, rows_of, select
 from .mask import wave_mask
-from .phase1 import WaveBuffers, wave_states
+from .phase1 import wave_states
 from .phase2 import LOWEST, aligned, finish, merge_rows, merge_sink
 
 
@@ -33,14 +33,14 @@ def run(schedule, options, inputs, layout, kv_cache_dtype, views, out, lse):
         caches = rows_of(key_cache, value_cache, layout)
         _phase1(schedule, options, caches, meaning, block_tables, seq_lens, views)
     else:  # no tokens, or no memory that could hold any: states of nothing
-        acc_s, m = _states(schedule, views)
+        acc_s, m = all_states(schedule, views)
         acc_s.zero_()
         m.fill_(LOWEST)
     acc_s, m = _phase2(schedule, views)
     _write_result(schedule.heads, options, acc_s, m, views, out, lse)
 
 
-def _states(schedule, views):
+def all_states(schedule, views):
     """acc_s: (all states, aligned(head_size + 1)) and m: (all states,)"""
     num_states, columns = schedule.num_states, aligned(schedule.heads.head_size + 1)
     return views("acc_s", num_states, columns), views("m", num_states)
@@ -51,7 +51,8 @@ def _scaled_query(heads, query, options, views):
     scale of the logits, and of the keys."""
     scaled = views("query", len(query), heads.num_heads, heads.q_len, heads.lanes)
     scaled = scaled[..., : heads.head_size]
-    _multiply(scaled.copy_(_by_head(query, 3)).mul_(options.scale), options.k_scale)
+    scaled.copy_(_by_head(query, 3)).mul_(options.scale)
+    _multiply(heads, scaled, options.k_scale, views)
 
 
 def _by_head(tensor, rank):
@@ -59,26 +60,27 @@ def _by_head(tensor, rank):
     return (tensor.unsqueeze(1) if tensor.dim() == rank else tensor).transpose(1, 2)
 
 
-def _multiply(heads, scale):
-    """heads *= scale, a number or one for each KV head; heads: (num_seqs, num_heads, ..)"""
+def _multiply(heads, rows, scale, views):
+    """rows *= scale, a number or one for each KV head.
+
+    Args:    rows: (num_seqs, num_heads, q_len, head_size)
+    """
     if isinstance(scale, torch.Tensor):
-        if scale.dim():
-            heads = heads.unflatten(1, (len(scale), -1))
-            scale = scale.view(-1, *[1] * (heads.dim() - 2))
-        heads.mul_(scale)
+        scale = views("scale", heads.num_kv_heads).copy_(scale).view(-1, 1, 1, 1)
+        rows.unflatten(1, (heads.num_kv_heads, -1)).mul_(scale)
     elif scale != 1.0:
-        heads.mul_(scale)
+        rows.mul_(scale)
 
 
 def _phase1(schedule, options, caches, meaning, block_tables, seq_lens, views):
     """The states of all work items, into the buffers acc_s and m."""
-    head_size, num_rows = schedule.heads.head_size, schedule.heads.num_rows
+    heads, head_size = schedule.heads, schedule.heads.head_size
     keys, values = (
         (rows, row_offsets(rows, schedule.kv_heads, schedule.slots, partial(views, name)))
         for rows, name in zip(caches, ("key_offsets", "value_offsets"))
     )
-    query = views("query", schedule.num_seqs, num_rows, schedule.heads.lanes)
-    acc_s, m = _states(schedule, views)
+    query = views("query", schedule.num_seqs, heads.num_rows, heads.lanes)
+    acc_s, m = all_states(schedule, views)
     acc, s = acc_s[:, :head_size], acc_s[:, head_size : head_size + 1]
     slopes = options.alibi_slopes
     if slopes is not None:
@@ -89,20 +91,21 @@ def _phase1(schedule, options, caches, meaning, block_tables, seq_lens, views):
         columns, left = schedule.block_columns, schedule.left
         block_ids = _block_ids(schedule, block_tables, columns, views)
     for wave in schedule.waves:
-        buffers = _wave_buffers(schedule, wave, views)
-        select(query, wave.seqs, buffers.seq_query)
+        items = wave.num_items * heads.num_kv_heads
+        wave_query = views("wave_query", wave.num_items, heads.num_rows, heads.lanes)
+        select(query, wave.seqs, wave_query)
         ids = block_ids[wave.blocks].view(wave.num_items, 1, -1, 1)
         wave_acc, wave_s, wave_m = wave_states(
-            partial(_fetch, *keys, ids, meaning, buffers, views),
-            partial(_fetch, *values, ids, meaning, buffers, views),
+            wave_query.view(items, -1, heads.lanes)[..., :head_size],
+            partial(_fetch, heads, *keys, ids, meaning, views),
+            partial(_fetch, heads, *values, ids, meaning, views),
             wave_mask(schedule, wave, options, left, views),
             options.softcap,
             slopes,
             schedule.ones[: wave.width],
-            buffers,
+            views,
         )
-        wave_acc = wave_acc.view(-1, schedule.heads.lanes)[:, :head_size]
-        acc.index_copy_(0, wave.state_rows, wave_acc)
+        acc.index_copy_(0, wave.state_rows, wave_acc.view(-1, heads.lanes)[:, :head_size])
         s.index_copy_(0, wave.state_rows, wave_s.view(-1, 1))
         m.index_copy_(0, wave.state_rows, wave_m.view(-1))
 
@@ -151,49 +154,23 @@ def _follow(schedule, block_tables, seq_lens, query, views):
     return block_ids, left
 
 
-def _wave_buffers(schedule, wave, views):
-    """Where the intermediates of a wave of this size go."""
-    key = schedule.heads, wave.num_items, wave.width
-    if key not in views.once:
-        heads, lanes, head_size = schedule.heads, schedule.heads.lanes, schedule.heads.head_size
-        items, rows = wave.num_items * heads.num_kv_heads, heads.num_rows // heads.num_kv_heads
-        room = max(2, items)  # batched_gemm wants room for two
-        kv = views("kv", items, wave.width, lanes)
-        seq_query = views("wave_query", wave.num_items, heads.num_rows, lanes)
-        raw = None
-        if heads.dtype != torch.float32 or lanes != head_size:
-            raw = views("raw", items, wave.width, head_size)
-        views.once[key] = WaveBuffers(
-            seq_query=seq_query,
-            query=seq_query.view(items, rows, lanes)[..., :head_size],
-            raw=raw,
-            half=None if heads.dtype.itemsize > 1 else views("half", *raw.shape),
-            kv=kv,
-            logits=views("logits", room, rows, wave.width),
-            by_head=(wave.num_items, heads.num_heads, heads.q_len, wave.width),
-            m=views("wave_m", items, rows, 1),
-            s=views("wave_s", room, rows, 1),
-            acc=views("wave_acc", room, rows, lanes),
-        )
-    return views.once[key]
-
-
-def _fetch(rows, offsets, block_ids, meaning, buffers, views):
+def _fetch(heads, rows, offsets, block_ids, meaning, views):
     """(items, width, lanes), float32: the wave's blocks, in order, read as dtype meaning."""
     num_items, _, num_blocks, _ = block_ids.shape
-    num_kv_heads, _, rows_per_block = offsets.shape
-    row_ids = views("row_ids", num_items, num_kv_heads, num_blocks, rows_per_block)
+    row_ids = views("row_ids", num_items, heads.num_kv_heads, num_blocks, offsets.shape[2])
     torch.add(offsets, block_ids, alpha=rows.block_step, out=row_ids)
-    if buffers.raw is None:
-        return gather(rows, row_ids.view(-1), buffers.kv)
+    shape = num_items * heads.num_kv_heads, num_blocks * heads.block_size
+    kv = views("kv", *shape, heads.lanes)
+    if heads.as_stored:
+        return gather(rows, row_ids.view(-1), kv)
     # By value, while the wave is still in the cache: half-precision GEMMs are slow on most CPUs.
-    raw = gather(rows, row_ids.view(-1), buffers.raw)
-    out = buffers.kv[..., : raw.shape[-1]]
-    if buffers.half is None:
+    raw = gather(rows, row_ids.view(-1), views("raw", *shape, heads.head_size))
+    out = kv[..., : heads.head_size]
+    if heads.dtype.itemsize > 1:
         out.copy_(raw)
     else:
-        widen(raw, meaning, buffers.half, out)
-    return buffers.kv
+        widen(raw, meaning, views("half", *raw.shape), out)
+    return kv
 
 
 def _phase2(schedule, views):
@@ -203,7 +180,7 @@ def _phase2(schedule, views):
                  in order
     """
     num_seq_rows = schedule.heads.num_rows
-    acc_s, m = _states(schedule, views)
+    acc_s, m = all_states(schedule, views)
     columns = acc_s.shape[1]
     weights = views("weights", schedule.num_states)
     rows = schedule.num_seqs * num_seq_rows
@@ -233,26 +210,6 @@ def _phase2(schedule, views):
     )
 
 
-def partial_states(schedule, views):
-    """What the last run left in Phase 2's hands, until the next one.
-
-    Returns: a list of (seqs, acc, s, m) for sequences of equally many partitions: seqs a list of
-             int, acc (seqs, num_heads, q_len, partitions, head_size), s and m without the last.
-             acc is unnormalised and not yet times v_scale; no sink is among them
-    """
-    heads, states = schedule.heads, []
-    acc_s, m = _states(schedule, views)
-    for row, num_rows, state, num_states in schedule.segments:
-        first, num_seqs = row // heads.num_rows, num_rows // heads.num_rows
-        shape = num_seqs, heads.num_heads, heads.q_len, num_states
-        of_segment = slice(state, state + num_rows * num_states)
-        seqs = schedule.order[first : first + num_seqs]
-        of_seqs = acc_s[of_segment].view(*shape, acc_s.shape[1])
-        acc, s = of_seqs[..., : heads.head_size], of_seqs[..., heads.head_size]
-        states.append((seqs, acc, s, m[of_segment].view(shape)))
-    return states
-
-
 def _write_result(heads, options, acc_s, m, views, out, lse):
     """out = acc / s * v_scale and lse = m + ln s, or (0, -inf) where no key was seen."""
     shape = len(m), heads.num_heads, heads.q_len
@@ -263,6 +220,6 @@ def _write_result(heads, options, acc_s, m, views, out, lse):
         m = merge_sink(acc, s, m, sinks, views("sink_m", *shape), views("sink_s", *shape))
     empty = torch.eq(s, 0, out=views("empty", *shape)).unsqueeze(-1)
     result = finish(acc, s, m, None if lse is None else _by_head(lse, 2))
-    _multiply(result, options.v_scale)
+    _multiply(heads, result, options.v_scale, views)
     # A scale times 0 may be NaN.
     _by_head(out, 3).copy_(result.masked_fill_(empty, 0.0))

@@ -70,14 +70,10 @@ class Buffers:
 
 
 class Views:
-    """Buffers as tensors: `views("logits", 8, 6, 1024)`. A view is made once.
-
-    once: what a caller made of views, to be kept with them
-    """
+    """Buffers as tensors: `views("logits", 8, 6, 1024)`. A view is made once."""
 
     def __init__(self, buffers, memory):
         self.places, self._made, self._typed = buffers.places, {}, {torch.float32: memory}
-        self.once = {}
 
     def __call__(self, name, *shape, dtype=None):
         """The beginning of a buffer, contiguous, of its own dtype unless another is given."""

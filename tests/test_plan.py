@@ -270,6 +270,50 @@ def test_a_run_reads_nothing_back_and_allocates_nothing(layout, dtype, kind):
     assert workspace.nbytes == plan.workspace_bytes
 
 
+def optioned(device="cpu", **changes):
+    """Options of a run, all at once."""
+    options = {
+        "k_scale": torch.tensor([0.5, 2.0], dtype=torch.float64),
+        "v_scale": torch.tensor(0.5),
+        "alibi_slopes": torch.linspace(0.0, 1.0, HEADS, dtype=torch.float16),
+        "sinks": torch.linspace(-3.0, 3.0, HEADS, dtype=torch.float64),
+    }
+    return {name: x.to(device) for name, x in options.items()} | {"softcap": 20.0} | changes
+
+
+@pytest.mark.quick
+@in_each_layout
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("fp8", ["fp8_e4m3", "fp8_e5m2", None])
+@pytest.mark.parametrize("kind", PLANS)
+def test_options_cost_no_allocation_and_no_host_read(layout, causal, fp8, kind):
+    dtype = torch.uint8 if fp8 else torch.float32
+    window = {"window": 70} if causal else {}
+    plan = planned(layout, dtype, **PLANS[kind], **window, q_len=3, partition_size=64)
+    dense = random([75, 0, 3, 200], HEADS, KV_HEADS, SIZE, sharp=4.0)
+    keys = [k.to(torch.float8_e5m2).view(torch.uint8) for k in dense.keys] if fp8 else dense.keys
+    values = keys if fp8 else dense.values
+    pool = paged(
+        dense._replace(keys=keys, values=values),
+        BLOCK,
+        layout,
+        poison=(0, 0) if fp8 else (NAN, NAN),
+    )
+    query = dense.query.unsqueeze(1).expand(-1, 3, -1, -1)
+    options = optioned(causal=causal, kv_cache_dtype=fp8 or "auto")
+    if not causal:
+        del options["alibi_slopes"]
+    workspace, out = Workspace(), torch.empty(query.shape)
+    plan.run(query, *pool, out=out, workspace=workspace, **options)
+    with OpCounter() as counter:
+        plan.run(query, *pool, out=out, workspace=workspace, **options)
+    assert counter.host_reads == 0
+    assert counter.peak_bytes == 0, counter.counts()
+    on_meta = planned(layout, dtype, "meta", **PLANS[kind], **window, q_len=3, partition_size=64)
+    options = {k: v.to("meta") if torch.is_tensor(v) else v for k, v in options.items()}
+    assert on_meta.run(query.to("meta"), *(x.to("meta") for x in pool), **options).is_meta
+
+
 @in_each_layout
 @pytest.mark.parametrize("kind", PLANS)
 def test_a_plan_runs_on_tensors_without_values(layout, kind):
