@@ -89,9 +89,9 @@ def paged_attention(
     Cost:    reads K and V of the live blocks once from the cache and twice from a copy of a wave,
              which on a CPU is small enough for its caches (2,048 tokens of 4 KV heads of 256
              lanes). On an accelerator seq_lens is read back to the host, one
-             synchronisation, and block_tables too unless validate=False; with validate=False and
-             max_seq_len neither is, and the cost follows max_seq_len. A step with many layers is
-             planned once with `plan_decode`
+             synchronisation, and unless validate=False so are block_tables and each tensor among
+             the options; with validate=False and max_seq_len nothing is, and the cost follows
+             max_seq_len. A step with many layers is planned once with `plan_decode`
     Source:  vLLM attention_kernels.cuh, paged_attention_v2 (partitions of 512 tokens)
     """
     layout, geometry = check_tensors(

@@ -25,10 +25,11 @@ def wave_mask(schedule, wave, options, left, views):
     """
     _, _, _, block_size, _, q_len, window = schedule.heads
     rows = q_len if options.causal else 1  # all rows see the same keys, as the last one does
-    left = left[wave.items]
-    if rows == 1 and window is None and options.alibi_slopes is None:
-        if wave.least > 0:
-            return Mask(None, None, None)
+    left, biased = left[wave.items], options.alibi_slopes is not None
+    ends, windowed = wave.least < rows, window is not None and wave.most > window
+    if not (ends or windowed or biased):
+        return Mask(None, None, None)
+    if rows == 1 and window is None and not biased:
         # An exact schedule's items end within their last block; a static one's anywhere.
         slots = schedule.counting[: wave.width]
         slots = slots if schedule.static else slots[-block_size:]
@@ -38,13 +39,13 @@ def wave_mask(schedule, wave, options, left, views):
     shape = wave.num_items, rows, wave.width
     offsets = schedule.offsets[-rows:, : wave.width]
     behind = torch.sub(left.view(-1, 1, 1), offsets, out=views("behind", *shape))
-    bias = None if options.alibi_slopes is None else views("distance", *shape).copy_(behind)
+    bias = views("distance", *shape).copy_(behind) if biased else None
     hidden = dead = None
-    if window is not None and wave.most > window:
+    if windowed:
         hidden = views("hidden", *shape)
         seen = torch.clamp(behind, 0, window - 1, out=views("seen", *shape))
         torch.ne(behind, seen, out=hidden)
-    elif wave.least < rows:
+    elif ends:
         hidden = torch.lt(behind, 0, out=views("hidden", *shape))
     if hidden is not None:
         dead = hidden[:, 0]
