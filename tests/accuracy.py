@@ -1,7 +1,8 @@
 """Errors against float64 beside those of PyTorch's own attention on the same data.
 
-`make accuracy` writes docs/accuracy.md. The data: a real model's keys, values and queries (notebooks/data), gone
-through again and again for longer contexts, and made-up ones that are hard on a softmax.
+`make accuracy` writes docs/accuracy.md. The data: a real model's keys, values and queries
+(notebooks/data), gone through again and again for longer contexts, and made-up ones that are hard
+on a softmax.
 """
 
 from __future__ import annotations
