@@ -122,8 +122,8 @@ def gather_sdpa(data: Data) -> tuple[Call, str]:
 
 def dense_sdpa(data: Data) -> tuple[Call, str]:
     """Attend to keys and values that lie in order already: no paging, and no copy timed."""
-    _need_gqa()
     sequence = data.only
+    _need_gqa()
     key, value = (tokens.contiguous() for tokens in data.gather(sequence))
     return lambda: _sdpa(data, sequence, key, value), ""
 
