@@ -88,7 +88,7 @@ def problems(draw, layout, kind):
         checks=draw(st.sampled_from([{}, {"max_seq_len": most}, {"validate": False}])),
         out_dtype=draw(st.sampled_from(sorted({query.dtype, torch.float32}, key=str))),
         out_strided=draw(st.booleans()),
-        values=[max([0.0, *v.abs().flatten().tolist()]) * values_scale for v in dense.values],
+        values=[_largest(v).max().item() * values_scale if len(v) else 0.0 for v in dense.values],
         logits=_largest_logits(dense, options),
         notes={
             "lens": lens,
@@ -192,7 +192,11 @@ def _largest_logits(dense, options):
     steepest = 0.0 if slopes is None else slopes.abs().max().item()
     largest = []
     for rows, key in zip(query, dense.keys):
-        lanes = rows.float().abs().amax((0, 1)) * key.float().abs().nan_to_num().amax((0, 1)) \
-            if len(key) else torch.zeros(head_size)  # fmt: skip
-        largest.append(lanes.sum().item() * scale + steepest * len(key))
+        terms = _largest(rows) * _largest(key) if len(key) else torch.zeros(head_size)
+        largest.append(terms.sum().item() * scale + steepest * len(key))
     return largest
+
+
+def _largest(tensor):
+    """Of each lane, what is hidden left out: (.., .., lanes) -> (lanes,)"""
+    return tensor.float().abs().nan_to_num().amax((0, 1))

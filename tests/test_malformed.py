@@ -22,7 +22,7 @@ from faults.options import (
     SWITCH_FAULTS,
     WINDOW_FAULTS,
 )
-from helpers import LAYOUTS, assert_same, in_each_layout, on_each_device, oracle, random
+from helpers import LAYOUTS, assert_same, in_each_layout, oracle, random
 
 from paged_attention import paged_attention, reference_attention
 
@@ -78,11 +78,11 @@ def test_the_reference_refuses_what_the_kernel_refuses(fault):
     refused(reference_attention, call, words)
 
 
-@pytest.mark.parametrize("fault", WITHOUT_VALUES)
+@pytest.mark.parametrize(
+    "fault", [f for f, (name, *_) in WITHOUT_VALUES.items() if name != "validate"]
+)
 def test_without_validation_only_the_values_go_unchecked(fault):
     """Ranks, shapes, dtypes, devices and overlap cost nothing to check: they always are."""
-    if FAULTS[fault][0] == "validate":
-        return
     call, words = with_fault(fault, validate=False)
     refused(paged_attention, call, words)
 
@@ -104,10 +104,10 @@ def test_no_argument_takes_just_anything(function):
             message = str(caught.value)
             assert name in message, message
             assert repr(wrong) in message or type(wrong).__name__ in message, message
-            assert_same(call.get("out", zeros_out()), zeros_out(), "out")
+            assert_same(call.get("out", sevens()), sevens(), "out")
 
 
-def zeros_out():
+def sevens():
     return torch.full((SEQS, HEADS, SIZE), 7.0)
 
 
@@ -145,7 +145,11 @@ def test_memory_that_holds_no_token_is_refused_where_there_is_one(function, layo
     columns = {"block_tables": call["block_tables"][:, :0]}
     refused(function, {**call, **empty}, ("block_tables", "0"))
     refused(function, {**call, **columns}, ("block_tables", "0", "7"))
-    refused(function, {**call, "block_tables": call["block_tables"][:, :1]}, ("1", "4", "7"))
+    refused(
+        function,
+        {**call, "block_tables": call["block_tables"][:, :1]},
+        ("seq_lens[0]", "7", "block_tables", "1 columns"),
+    )
     refused(function, {**call, "block_tables": call["block_tables"][:1]}, ("block_tables", "1"))
     none = {"seq_lens": torch.zeros(SEQS, dtype=torch.int32)}
     for nothing in (empty, columns, {**empty, **columns}):
@@ -254,73 +258,3 @@ def test_a_scale_of_one_is_taken_in_every_form(name):
     right = paged_attention(**call).clone()
     for one in (1, 1.0, torch.tensor(1.0), torch.ones(1), torch.ones(KV_HEADS)):
         assert_same(paged_attention(**{**call, name: one}), right)
-
-
-# -- out, validate
-
-
-def test_out_may_lie_beside_an_input_but_not_over_it():
-    call = good()
-    size = call["query"].numel()
-    memory = torch.zeros(3 * size)
-    memory[:size] = call["query"].flatten()
-    call["query"] = memory[:size].view(SEQS, HEADS, SIZE)
-    right = paged_attention(**call).clone()
-    call["out"] = memory[size : 2 * size].view(SEQS, HEADS, SIZE)
-    assert_same(paged_attention(**call), right)
-    for shift in (0, 1, size - 1):
-        call["out"] = memory[shift : shift + size].view(SEQS, HEADS, SIZE)
-        refused(paged_attention, call, ("out", "query"))
-
-
-def test_out_may_lie_between_the_querys_rows():
-    """Both in one packed buffer, as q and the output of a fused projection may be."""
-    call = good()
-    packed = torch.full((SEQS, 2, HEADS, SIZE), 7.0)
-    packed[:, 0] = call["query"]
-    right = paged_attention(**call).clone()
-    call.update(query=packed[:, 0], out=packed[:, 1])
-    assert_same(paged_attention(**call), right)
-    assert_same(packed[:, 0], good()["query"], "query")
-
-
-def test_out_may_not_lie_over_the_metadata():
-    call = good()
-    memory = torch.zeros(200)
-    table = memory[:8].view(torch.int32).view(2, 4)
-    table.copy_(call["block_tables"][:, :4])
-    lens = memory[8:10].view(torch.int32)
-    lens.copy_(call["seq_lens"])
-    call.update(block_tables=table, seq_lens=lens)
-    out = memory[4:132].view(SEQS, HEADS, SIZE)
-    refused(paged_attention, {**call, "out": out}, ("out", "block_tables"))
-    out = memory[9:137].view(SEQS, HEADS, SIZE)
-    refused(paged_attention, {**call, "out": out}, ("out", "seq_lens"))
-
-
-@in_each_layout
-@pytest.mark.parametrize("bad", [6, -1, 2**31 - 1, -(2**31)])
-def test_without_validation_a_bad_live_id_still_gives_no_number_on_a_cpu(layout, bad):
-    """Not checked by us, then: but neither clamped nor wrapped into somebody else's block."""
-    call = {**good(layout), "validate": False}
-    call["block_tables"] = ids(call["block_tables"], ((0, 1), bad))
-    with pytest.raises((IndexError, *WRONG)):
-        paged_attention(**call)
-
-
-@on_each_device
-def test_lengths_on_the_host_beside_a_cache_elsewhere_are_fine(device):
-    call = good(device=device)
-    right = paged_attention(**call).clone()
-    assert_same(paged_attention(**{**call, "seq_lens": call["seq_lens"].cpu()}), right)
-
-
-def test_unknown_arguments_are_type_errors():
-    with pytest.raises(TypeError, match="blocksize"):
-        paged_attention(**good(), blocksize=16)
-    with pytest.raises(TypeError):
-        call = good()
-        paged_attention(
-            *(call[k] for k in ("query", "key_cache", "value_cache", "block_tables", "seq_lens")),
-            "HND",
-        )
