@@ -63,7 +63,7 @@ def main(argv: list[str] | None = None) -> int:
             run = None
     except KeyboardInterrupt:
         data["interrupted"] = True
-        if run is not None and run.trials.keys() - {"floor"}:
+        if run is not None and run.has_results():
             _keep(data[kind], run)
         if not data["contexts"]:
             print("Interrupted before anything was measured.", file=sys.stderr)

@@ -33,8 +33,9 @@ class Numbers:
         self.itemsize = shape.dtype.itemsize  # of query and caches, bytes
         self.lanes, self.state = aligned(self.head_size), aligned(self.head_size + 1)
         self.rows = self.seqs * self.heads  # of the merge
-        wave_tokens = max(1, wave_bytes // (4 * self.kv_heads * self.head_size))
-        partition_size = shape.partition_size or min(PARTITION_SIZE, wave_tokens)
+        floats, kv_floats = wave_bytes // 4, self.kv_heads * self.head_size
+        partition_size = shape.partition_size or min(PARTITION_SIZE, max(1, floats // kv_floats))
+        wave_tokens = max(1, floats // max(kv_floats, self.heads))  # or logits, if more
         self.partition_size = whole_blocks(partition_size, self.block_size)
         items = work_items(shape.seq_lens, self.partition_size, self.block_size)
         self.waves = waves(items, wave_tokens)

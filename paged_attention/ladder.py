@@ -188,6 +188,10 @@ class StepRun:
             entry["peers"] = [self._peer_result(name) for name in done]
         return entry
 
+    def has_results(self) -> bool:
+        """Whether there is more than the floor."""
+        return any(map(self._is_done, (*self.settings.stages, *self.settings.peers)))
+
     def _is_done(self, name: str) -> bool:
         return name in self.trials or name in self.failures or name in self.skipped
 

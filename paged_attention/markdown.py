@@ -64,4 +64,6 @@ def _by_name(entry: dict) -> dict[str, dict]:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("python -m paged_attention.markdown takes one JSON: figures/cpu/ladder.json")
     print(table(sys.argv[1]))

@@ -69,11 +69,12 @@ def draw(source: Path, data: dict) -> list[Path]:
     """Write the pictures of a JSON beside it, and take away one that it has no longer.
 
     Returns: the PNGs written, in order
+    Raises:  ValueError: a kind that nothing draws
     """
-    written = []
+    there, written = names(data), []
     for name in FIGURES[data["kind"]]:
         path = source.with_name(f"{source.stem}{name}.png")
-        if name in names(data):
+        if name in there:
             write_bytes(path, png(data, name))
             written.append(path)
         else:
@@ -93,9 +94,7 @@ def redraw(directory) -> list[Path]:
     written = []
     for source in sorted(directory.rglob("*.json")):
         try:
-            data = json.loads(source.read_text(encoding="utf-8"))
-            names(data)  # a kind that is known
-            written += draw(source, data)
+            written += draw(source, json.loads(source.read_text(encoding="utf-8")))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{source}: {type(error).__name__}: {error}") from error
     return written

@@ -95,6 +95,18 @@ def test_the_workloads_shape_is_predicted_exactly(lens, layout):
     assert_as_counted(Shape(lens, layout=layout))
 
 
+@pytest.mark.parametrize(
+    "lens, num_heads, num_kv_heads, head_size",
+    [
+        ([20_000], 128, 1, 64),  # logits fill a wave before K does
+        ([700, 5000], 2, 2, 4096),  # a wave holds less than a partition
+    ],
+)
+def test_what_fills_a_wave_is_predicted_exactly(lens, num_heads, num_kv_heads, head_size):
+    sizes = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_size": head_size}
+    assert_as_counted(Shape(lens, **sizes))
+
+
 def test_at_100_000_tokens_it_is_what_is_counted_without_data():
     shape = Shape([100_000])
     counts, cost = count(on_meta(shape)), predict("paged_attention", shape)
