@@ -82,7 +82,6 @@ WRITE_FAULTS = {
         lambda x: torch.tensor([0, 1, 2**32]),
         ("4294967296",),
     ),
-    "slots on meta": ("slot_mapping", lambda x: torch.tensor([0, 1, 2], device="meta"), ("meta",)),
     "a layer too many": ("layer", lambda x: 1, ("1",)),
     "a negative layer": ("layer", lambda x: -1, ("-1",)),
     "a layer of half": ("layer", lambda x: 0.5, ("0.5",)),
