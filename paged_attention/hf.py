@@ -53,7 +53,7 @@ class PagedCache(DynamicCache):
              ValueError: seq_ids hold tokens already, and the model has layers of another kind,
                    whose state isn't in the pool
     Cost:    padding takes no memory. A forward pass makes one table, and one plan for all layers
-             of the same heads and window
+             of the same heads and window. A layer with a window keeps all tokens, too
     """
 
     def __init__(self, pool, config, seq_ids):

@@ -80,16 +80,15 @@ def _new_tokens(cache, num_rows, q_len, tokens):
         return torch.ones(num_rows, q_len, dtype=torch.bool)
     tokens = tokens.cpu()
     new = tokens[:, -q_len:]
-    held = cache.pool.seq_lens(cache.seq_ids).tolist()
-    for row, seen in enumerate(tokens.tolist()):
-        right = held[row] + sum(seen[-q_len:])
-        if cache.finished[row]:
-            continue
-        if sum(seen) != right or sorted(seen[-q_len:]) != seen[-q_len:]:
-            raise ValueError(
-                f"attention_mask[{row}] must be 0 on padding, which is on the left, and 1 on each "
-                f"of the row's {right} tokens, got {sum(seen)} ones, ... {seen[-q_len:][-8:]}"
-            )
+    right = cache.pool.seq_lens(cache.seq_ids).cpu() + new.sum(dim=1)
+    wrong = (tokens.sum(dim=1) != right) | (new[:, :-1] > new[:, 1:]).any(dim=1)
+    wrong &= torch.tensor(cache.finished).logical_not()
+    for row in wrong.nonzero().flatten().tolist():
+        raise ValueError(
+            f"attention_mask[{row}] must be 0 on padding, which is on the left, and 1 on each of "
+            f"the row's {right[row]} tokens, got {tokens[row].sum()} ones, ending in "
+            f"{new[row, -8:].int().tolist()}"
+        )
     return new
 
 

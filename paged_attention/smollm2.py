@@ -51,7 +51,7 @@ def load():
         from transformers import LlamaForCausalLM
         from transformers.utils import logging
 
-    logging.disable_progress_bar()
+    logging.disable_progress_bar()  # a few seconds' worth, and a notebook would store it
     file = GGUFReader(Path(_folder()) / GGUF)
     config = _config(file)
     model = LlamaForCausalLM.from_pretrained(
@@ -71,7 +71,9 @@ def tokenizer():
     _must_be_there()
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(_folder(), gguf_file=GGUF, local_files_only=True)
+    return AutoTokenizer.from_pretrained(
+        _folder(), gguf_file=GGUF, local_files_only=True, pad_token="<|im_end|>"
+    )
 
 
 def _must_be_there():

@@ -41,10 +41,10 @@ def test_a_ragged_batch_is_as_transformers_own_cache_has_it(llama, right, layout
     assert_same_text(paged(llama, pool=pool), right)
 
 
-def test_a_prompt_read_in_pieces_is_a_prompt(llama):
+def test_a_prompt_may_be_read_in_pieces(llama):
     """The first pieces of a short row are padding and nothing else."""
     prompts = [[3 + 7 * i * i % 90 for i in range(n)] for n in (50, 3, 11)]
-    right = greedy(llama, batch_of(prompts), NEW, "eager")
+    right = greedy(llama, batch_of(prompts), NEW, "eager", prefill_chunk_size=16)
     tokens, logits, cache = paged(llama, prompts, prefill_chunk_size=16)
     assert_same_text((tokens, logits), right)
     assert cache.pool.seq_lens(cache.seq_ids).tolist() == [58, 11, 19]
@@ -181,6 +181,17 @@ def test_beams_share_what_they_have_in_common(llama):
     for row in range(6):
         pool.free(row)
     assert pool.num_free_blocks == 40  # nothing else was left in the pool
+
+
+def test_a_row_that_goes_on_from_a_finished_one_is_finished(llama):
+    *_, cache = paged(llama, PROMPTS[:2], num_tokens=3)
+    cache.finish(0)
+    cache.reorder_cache(torch.tensor([1, 0]))
+    assert cache.pool.seq_lens([0, 1]).tolist() == [13, 0]
+    llama.set_attn_implementation("paged_attention")
+    with torch.no_grad():
+        llama(torch.tensor([[5], [6]]), **{CACHE: cache})
+    assert cache.pool.seq_lens([0, 1]).tolist() == [14, 0]
 
 
 def test_a_cache_that_is_reset_begins_again(llama, right):

@@ -1,7 +1,7 @@
 """Kinds of models, by what each asks of the kernel: logits are those of eager attention."""
 
 import pytest
-from hf_models import awkward_pool, batch_of, greedy, hf, small_model, transformers
+from hf_models import CACHE, awkward_pool, batch_of, greedy, hf, small_model, transformers
 
 from paged_attention import hf_attention, plan_decode
 
@@ -97,3 +97,12 @@ def test_a_state_that_the_pool_does_not_hold_can_not_be_gone_on_from():
     pool.fork("prompt", "heir")
     with pytest.raises(ValueError, match="seq_ids.*heir"):
         hf.PagedCache(pool, model.config, ["heir"])
+
+
+def test_beams_of_a_hybrid_model_take_their_other_states_along():
+    model, batch = model_of("Qwen3_5Text"), batch_of([PROMPTS[0]])
+    more = {"max_new_tokens": 8, "num_beams": 3, "num_return_sequences": 3, "do_sample": False}
+    right = model.generate(**batch._asdict(), **more)
+    cache = hf.PagedCache(awkward_pool(model, 20, 4), model.config, "abc")
+    model.set_attn_implementation("paged_attention")
+    assert model.generate(**batch._asdict(), **more, **{CACHE: cache}).equal(right)
