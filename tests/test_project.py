@@ -213,6 +213,8 @@ def test_a_venv_is_not_made_over_another_folder(tmp_path):
         ("lint", "ruff format --check ."),
         ("lint", "ruff check ."),
         ("test", "ruff format --check ."),
+        ("fuzz", "HYPOTHESIS_PROFILE=fuzz"),
+        ("accuracy", "tests/accuracy.py"),
     ],
 )
 def test_a_target_runs_what_it_says(target, words):
