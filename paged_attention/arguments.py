@@ -7,9 +7,9 @@ import sys
 
 import torch
 
-from .ladder import RUNGS, Settings
 from .layouts import lanes_per_piece
 from .peers import PEERS
+from .settings import RUNGS, Settings
 
 DTYPES = {
     "fp32": torch.float32,
@@ -21,7 +21,8 @@ DTYPES = {
     "bf16": torch.bfloat16,
     "bfloat16": torch.bfloat16,
 }
-SHORT, LONGEST = 1024, 100_000  # contexts where none is asked for
+LENGTHS = 1024, 8192, 32_768, 100_000  # contexts where none is asked for
+SHORT, LONGEST = LENGTHS[0], LENGTHS[-1]
 
 
 class Parser(argparse.ArgumentParser):
@@ -44,7 +45,8 @@ def parser_of_options() -> Parser:
         "--context",
         type=_list_of(_positive),
         metavar="N[,N]",
-        help=f"tokens (default: {SHORT} and the longest up to {LONGEST} that fits the memory)",
+        help=f"tokens (default: {', '.join(map(str, LENGTHS))}, or up to the longest that fits "
+        "the memory)",
     )
     add("--heads", type=_size, default=24, metavar="N", help="query heads (default: 24)")
     add("--kv-heads", type=_size, default=4, metavar="N", help="KV heads (default: 4)")
@@ -57,7 +59,13 @@ def parser_of_options() -> Parser:
         metavar="TYPE",
         help="fp32, fp16, bf16, or torch's names (default: fp32)",
     )
-    add("--partition-size", type=_size, default=512, metavar="N", help="default: 512 tokens")
+    add(
+        "--partition-size",
+        type=_size,
+        default=512,
+        metavar="N",
+        help="tokens, in the stages (default: 512); the kernel chooses its own",
+    )
     add(
         "--stages",
         type=_list_of(_stage),
@@ -68,7 +76,8 @@ def parser_of_options() -> Parser:
     add(
         "--peers",
         action="store_true",
-        help=f"also what others do with the same data: {', '.join(PEERS)}",
+        help=f"also what others do with the same data, and with a ragged batch: "
+        f"{', '.join(PEERS)}",
     )
     add("--out", metavar="DIR", help="where the files go (default: figures/<device>)")
     return parser

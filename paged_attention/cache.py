@@ -5,6 +5,8 @@ shares its parent's blocks, which are counted, and copies the last one only when
 written to.
 """
 
+from collections import Counter
+
 import torch
 
 from .checks import FLOATS, required_count
@@ -90,27 +92,30 @@ class PagedKVCache:
         Raises:  OutOfBlocks: the pool can't hold them; nothing is changed
                  TypeError, ValueError: num_tokens is not a whole number of at least 0
         """
-        num_tokens = required_count("num_tokens", num_tokens, 0)
-        block_size = self.geometry.block_size
-        blocks, start = self._blocks.get(seq_id, []), self._lens.get(seq_id, 0)
-        end = start + num_tokens
-        num_new = ceil_div(end, block_size) - len(blocks)
-        copies = num_tokens > 0 and start % block_size > 0 and self._owners[blocks[-1]] > 1
-        if num_new + copies > len(self._free):
-            raise OutOfBlocks(
-                f"seq_id {seq_id!r} needs {num_new + copies} more blocks for "
-                f"num_tokens={num_tokens}, but only {len(self._free)} of "
-                f"{self.geometry.num_blocks} are free"
-            )
-        blocks = list(blocks)
-        if copies:
-            blocks[-1] = self._copy_of(blocks[-1])
-        blocks += [self._take() for _ in range(num_new)]
-        self._blocks[seq_id], self._lens[seq_id] = blocks, end
+        return self.extend_all([seq_id], [num_tokens])
 
-        positions = torch.arange(start, end, device="cpu")
-        ids = torch.tensor(blocks, dtype=torch.int64, device="cpu")
-        slots = ids[positions // block_size] * block_size + positions % block_size
+    def extend_all(self, seq_ids, num_tokens):
+        """`extend` several sequences, all of them or none.
+
+        Args:    seq_ids: no two the same;  num_tokens: as many numbers
+        Returns: slot_mapping: (sum(num_tokens),), int64, one sequence after the other
+        Raises:  OutOfBlocks: the pool can't hold them all; nothing is changed
+                 TypeError, ValueError: as extend, or seq_ids and num_tokens don't belong together
+        """
+        seq_ids = list(seq_ids)
+        counts = [required_count("num_tokens", count, 0) for count in num_tokens]
+        if len(counts) != len(seq_ids) or len(set(seq_ids)) != len(seq_ids):
+            raise ValueError(
+                f"seq_ids must be different, as many as num_tokens, got {seq_ids!r} and {counts}"
+            )
+        needed = self._blocks_needed(seq_ids, counts)
+        if needed > len(self._free):
+            raise OutOfBlocks(
+                f"seq_ids {seq_ids!r} need {needed} more blocks for num_tokens={counts}, "
+                f"but only {len(self._free)} of {self.geometry.num_blocks} are free"
+            )
+        slots = [self._extend(seq_id, count) for seq_id, count in zip(seq_ids, counts)]
+        slots = torch.cat([torch.empty(0, dtype=torch.int64, device="cpu"), *slots])
         return slots.to(self._keys.device)
 
     def write(self, key, value, slot_mapping, layer=0):
@@ -186,6 +191,30 @@ class PagedKVCache:
         if seq_id not in self._blocks:
             raise KeyError(f"seq_id {seq_id!r} is not in the cache")
         return seq_id
+
+    def _blocks_needed(self, seq_ids, counts):
+        """How many blocks `_extend` will take for all of them."""
+        block_size, new, writers = self.geometry.block_size, 0, Counter()
+        for seq_id, count in zip(seq_ids, counts):
+            blocks, start = self._blocks.get(seq_id, []), self._lens.get(seq_id, 0)
+            new += ceil_div(start + count, block_size) - len(blocks)
+            if count and start % block_size:
+                writers[blocks[-1]] += 1
+        # Of a block's owners each who writes to it gets a copy, but the last to own it keeps it.
+        return new + sum(min(n, self._owners[block] - 1) for block, n in writers.items())
+
+    def _extend(self, seq_id, count):
+        """Slots of count more tokens, (count,), on the CPU; the blocks are there."""
+        block_size = self.geometry.block_size
+        blocks, start = list(self._blocks.get(seq_id, [])), self._lens.get(seq_id, 0)
+        end = start + count
+        if count and start % block_size and self._owners[blocks[-1]] > 1:
+            blocks[-1] = self._copy_of(blocks[-1])
+        blocks += [self._take() for _ in range(ceil_div(end, block_size) - len(blocks))]
+        self._blocks[seq_id], self._lens[seq_id] = blocks, end
+        positions = torch.arange(start, end, device="cpu")
+        ids = torch.tensor(blocks, dtype=torch.int64, device="cpu")
+        return ids[positions // block_size] * block_size + positions % block_size
 
     def _take(self):
         block = self._free.pop()

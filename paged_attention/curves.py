@@ -6,9 +6,9 @@ Figure.
 
 import torch
 
-from .drawings import new_figure
+from .canvas import new_figure
+from .look import FLOOR_COLOUR, STAGE_COLOURS, caption, log_axes
 from .measure import device_name
-from .plots import FLOOR_COLOUR, STAGE_COLOURS, caption
 from .report import human_bytes, human_seconds
 
 # Not a stage's colours: these stand for devices.
@@ -121,17 +121,7 @@ def _floor_line(ax, floors, label):
 
 
 def _finish(ax, tokens, ylabel, human):
-    from matplotlib.ticker import LogLocator
-
-    ax.set(xscale="log", yscale="log", xlabel="tokens in the cache", ylabel=ylabel)
-    ax.set_xticks(tokens, [f"{n:,}" for n in tokens])
-    ax.xaxis.set_minor_formatter("")
-    low, high = ax.get_ylim()
-    ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 200 * low else (1,)))
-    ax.yaxis.set_major_formatter(lambda value, _: human(value))
-    ax.yaxis.set_minor_formatter("")
-    ax.grid(True, axis="both", which="both", color="#E9E9E9", linewidth=0.6)
-    ax.set_axisbelow(True)
+    log_axes(ax, tokens, "tokens in the cache", ylabel, human)
     ax.legend(fontsize=8, frameon=False)
 
 

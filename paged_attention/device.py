@@ -30,7 +30,7 @@ class DeviceProfile:
     op_cost: seconds an operation costs whatever its size (dispatch, launch)
     num_sms: multiprocessors, None on a CPU
     rearrange_bandwidth: bytes per second, read and written together, that a copy reaches which
-          gathers or permutes; None: as fast as bandwidth
+          permutes or repeats; None: as fast as bandwidth
     fresh_page_cost: seconds a byte costs on top when it is the first written to its page: the
           system has to hand out the page. None where that doesn't happen: a GPU's allocator
           keeps what it has

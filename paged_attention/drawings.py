@@ -4,13 +4,8 @@
 matplotlib Figure; matplotlib is imported when a picture is asked for.
 """
 
+from .canvas import INK, SEQUENCE_COLOURS, UNUSED, box, finish, new_figure, text_colour
 from .partition import ceil_div
-from .plots import style
-
-SEQUENCE_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
-UNUSED = "#E5E5E5"
-LIGHT = ("#E69F00", "#CC79A7", "#56B4E9", UNUSED)  # text on them is dark
-INK = "#222222"
 
 
 def draw_pool(cache, seq_ids, *, blocks_per_row=6):
@@ -41,16 +36,16 @@ def draw_pool(cache, seq_ids, *, blocks_per_row=6):
                 if start + offset < lens[seq]
             ]
             colour = SEQUENCE_COLOURS[held[0][0] % 6] if held else UNUSED
-            _box(ax, left + offset, bottom, 1, 1, colour)
+            box(ax, left + offset, bottom, 1, 1, colour)
             if held:
                 label = f"{seq_ids[held[0][0]]}{held[0][1]}"
                 ax.text(
                     left + offset + 0.5, bottom + 0.5, label,
-                    fontsize=6, color=_text_colour(colour), ha="center", va="center",
+                    fontsize=6, color=text_colour(colour), ha="center", va="center",
                 )  # fmt: skip
         if len(owners.get(block, ())) > 1:
-            _box(ax, left, bottom, block_size, 1, "none", edge=INK, line=2)
-    _finish(ax)
+            box(ax, left, bottom, block_size, 1, "none", edge=INK, line=2)
+    finish(ax)
     return fig
 
 
@@ -68,8 +63,8 @@ def draw_padding(seq_lens, block_size):
     ):
         for seq, (seq_len, slots) in enumerate(zip(seq_lens, room)):
             ax.text(-0.01 * longest, 0.4 - seq, seq_len, fontsize=8, ha="right", va="center")
-            _box(ax, 0, -seq, slots, 0.8, "#FFFFFF", edge=INK, hatch="/////", line=0.5)
-            _box(ax, 0, -seq, seq_len, 0.8, SEQUENCE_COLOURS[seq % 6])
+            box(ax, 0, -seq, slots, 0.8, "#FFFFFF", edge=INK, hatch="/////", line=0.5)
+            box(ax, 0, -seq, seq_len, 0.8, SEQUENCE_COLOURS[seq % 6])
             if "blocks" in title:
                 for edge in range(block_size, slots, block_size):
                     ax.plot([edge, edge], [-seq, 0.8 - seq], color="white", linewidth=0.6)
@@ -78,7 +73,7 @@ def draw_padding(seq_lens, block_size):
             f"{title}: {held} slots hold {used} tokens, {1 - used / held:.0%} unused (hatched)",
             fontsize=9, loc="left", color=INK,
         )  # fmt: skip
-        _finish(ax)
+        finish(ax)
         ax.set_xlim(-0.06 * longest, 1.07 * longest)
     return fig
 
@@ -91,12 +86,12 @@ def draw_addresses(layouts_and_offsets, num_slots):
     """
     fig, axes = new_figure(8.0, 0.75 * len(layouts_and_offsets), rows=len(layouts_and_offsets))
     for ax, (name, offsets) in zip(axes, layouts_and_offsets.items()):
-        _box(ax, 0, 0, num_slots, 1, UNUSED)
+        box(ax, 0, 0, num_slots, 1, UNUSED)
         for offset in offsets:
-            _box(ax, offset, 0, 1, 1, SEQUENCE_COLOURS[0], edge="none")
+            box(ax, offset, 0, 1, 1, SEQUENCE_COLOURS[0], edge="none")
         title = f"{name}: the dark ones of a block's {num_slots} elements"
         ax.set_title(title, fontsize=9, loc="left", color=INK)
-        _finish(ax)
+        finish(ax)
     return fig
 
 
@@ -107,18 +102,18 @@ def draw_partitions(seq_lens, partition_size):
         for start in range(0, seq_len, partition_size):
             width = min(partition_size, seq_len - start)
             colour = SEQUENCE_COLOURS[seq % 6]
-            _box(ax, start, -seq, width, 0.8, colour)
+            box(ax, start, -seq, width, 0.8, colour)
             if width > 0.04 * max(seq_lens):
                 ax.text(
                     start + width / 2, 0.4 - seq, f"{width}",
-                    fontsize=8, color=_text_colour(colour), ha="center", va="center",
+                    fontsize=8, color=text_colour(colour), ha="center", va="center",
                 )  # fmt: skip
         parts = ceil_div(seq_len, partition_size)
         ax.text(
             seq_len, 0.4 - seq, f"  {seq_len} tokens, {parts} partition{'s' * (parts != 1)}",
             fontsize=8, color=INK, va="center",
         )  # fmt: skip
-    _finish(ax)
+    finish(ax)
     ax.set_xlim(0, 1.3 * max(seq_lens))
     return fig
 
@@ -137,14 +132,14 @@ def draw_cells(matrices):
                 colour = SEQUENCE_COLOURS[5] if padding == "NaN" else UNUSED
                 colour = colour if padding else SEQUENCE_COLOURS[0]
                 hatch = "/////" if padding == "-inf" else None
-                _box(ax, column, -row, 1, 1, colour, hatch=hatch)
+                box(ax, column, -row, 1, 1, colour, hatch=hatch)
                 text = f"{value:.2g}" if padding is None else padding
                 ax.text(
                     column + 0.5, 0.5 - row, text,
-                    fontsize=7, color=_text_colour(colour), ha="center", va="center",
+                    fontsize=7, color=text_colour(colour), ha="center", va="center",
                 )  # fmt: skip
         ax.set_title(title, fontsize=9, loc="left", color=INK)
-        _finish(ax)
+        finish(ax)
     return fig
 
 
@@ -157,19 +152,19 @@ def draw_groups(kv_head_of):
     fig, ax = new_figure(8.0, 0.42 * num_kv_heads + 0.2)
     for kv_head in range(num_kv_heads):
         colour = SEQUENCE_COLOURS[kv_head % 6]
-        _box(ax, 0, -1.2 * kv_head, 2.2, 1, colour)
+        box(ax, 0, -1.2 * kv_head, 2.2, 1, colour)
         ax.text(
             1.1, 0.5 - 1.2 * kv_head, f"KV head {kv_head}",
-            fontsize=8, color=_text_colour(colour), ha="center", va="center",
+            fontsize=8, color=text_colour(colour), ha="center", va="center",
         )  # fmt: skip
         members = [head for head, k in enumerate(kv_head_of) if k == kv_head]
         for place, head in enumerate(members):
-            _box(ax, 2.6 + 1.1 * place, -1.2 * kv_head, 1, 1, "white", edge=colour, line=2)
+            box(ax, 2.6 + 1.1 * place, -1.2 * kv_head, 1, 1, "white", edge=colour, line=2)
             ax.text(
                 3.1 + 1.1 * place, 0.5 - 1.2 * kv_head, f"q{head}",
                 fontsize=8, color=INK, ha="center", va="center",
             )  # fmt: skip
-    _finish(ax)
+    finish(ax)
     return fig
 
 
@@ -211,9 +206,9 @@ def draw_waves(owners, slots, labels):
         colour = SEQUENCE_COLOURS[owner % 6]
         ax.scatter([], [], marker="s", color=colour, label=label)
         for wave, slot in places:
-            _box(ax, wave, -slot, 1, 1, colour, line=0.3)
+            box(ax, wave, -slot, 1, 1, colour, line=0.3)
     for slot in range(len(owners), num_waves * slots):  # nothing left for these
-        _box(ax, num_waves - 1, -(slot % slots), 1, 1, UNUSED, line=0.3)
+        box(ax, num_waves - 1, -(slot % slots), 1, 1, UNUSED, line=0.3)
     ax.legend(
         ncols=len(labels), fontsize=8, frameon=False, loc="lower left", bbox_to_anchor=(0, 1)
     )
@@ -232,43 +227,11 @@ def draw_path(steps, here):
     for i, step in enumerate(steps):
         done, current = i < steps.index(here), step == here
         colour = "#666666" if done else "white" if current else UNUSED
-        _box(ax, 1.1 * i, 0, 1, 1, colour, edge=INK if current else "none", line=2.5)
+        box(ax, 1.1 * i, 0, 1, 1, colour, edge=INK if current else "none", line=2.5)
         ax.text(
             1.1 * i + 0.5, 0.5, f"{i:02d}\n" + step.replace("_", "\n"),
             fontsize=7.5, ha="center", va="center", color="white" if done else INK,
             weight="bold" if current else "normal",
         )  # fmt: skip
-    _finish(ax)
+    finish(ax)
     return fig
-
-
-def new_figure(width, height, rows=1, columns=1, **grid):
-    """(figure, axes) in the house style, inches; shown only where it is a cell's last value."""
-    import matplotlib.pyplot as plt
-
-    with style():
-        fig, axes = plt.subplots(
-            rows, columns, figsize=(width, height), dpi=110, layout="constrained", **grid
-        )
-    plt.close(fig)
-    return fig, axes
-
-
-def _box(ax, x, y, width, height, colour, *, edge="white", hatch=None, line=0.8):
-    from matplotlib.patches import Rectangle
-
-    ax.add_patch(
-        Rectangle(
-            (x, y), width, height, facecolor=colour, edgecolor=edge, hatch=hatch,
-            linewidth=line,
-        )
-    )  # fmt: skip
-
-
-def _text_colour(background):
-    return INK if background in LIGHT else "white"
-
-
-def _finish(ax):
-    ax.autoscale_view()
-    ax.axis("off")

@@ -7,66 +7,47 @@ peers are asked for, they are checked and timed with the stages, in the same tur
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import dataclasses
+from collections.abc import Callable, Sequence
 
 import torch
 
 from . import machine, peers
-from .inputs import random_inputs
-from .measure import FloorReader, in_turns, kv_bytes
-from .predictions import predictions
+from .device import DeviceProfile, Figure
+from .inputs import Inputs
+from .measure import FloorReader, in_turns
+from .plan import plan_decode
+from .predictions import predictions, predictions_here
+from .reasons import reason_of
 from .reference import reference_attention
-from .stages import STAGES
+from .report import title
+from .settings import Settings, rung
 from .timing import Trial
-from .workspace import Workspace
-
-RUNGS = (*STAGES, "paged_attention")
 
 # A wrong stage is far outside of these, a right one well inside; times the largest output.
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
 _ROUNDS = 3, 10  # at least and at most
 _TURN_SECONDS = 0.02  # that a stage samples in its turn, once at least
-_BUDGET_SECONDS = 60.0  # for a context's rounds, as far as 3 of them allow
+_BUDGET_SECONDS = 40.0  # for a step's rounds, as far as 3 of them allow
 
 
-@dataclass(frozen=True)
-class Settings:
-    """What is measured: one sequence, in the "vllm" layout."""
+def describe(settings: Settings, profile: DeviceProfile) -> dict:
+    """The dictionary of a run, without results yet.
 
-    device: str = "cpu"
-    num_heads: int = 24
-    num_kv_heads: int = 4
-    head_size: int = 256
-    block_size: int = 16
-    dtype: torch.dtype = torch.float32
-    partition_size: int = 512
-    stages: tuple[str, ...] = RUNGS
-    peers: tuple[str, ...] = ()  # names of peers.PEERS
-
-    @property
-    def scale(self) -> float:
-        return self.head_size**-0.5
-
-    def inputs(self, context: int, device=None):
-        """One sequence of `context` tokens, blocks in random order, unused slots NaN."""
-        return random_inputs(
-            [context],
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads,
-            head_size=self.head_size,
-            block_size=self.block_size,
-            dtype=self.dtype,
-            device=device or self.device,
-        )
-
-    def kv_bytes(self, context: int) -> int:
-        return kv_bytes(context, self.num_kv_heads, self.head_size, self.dtype)
-
-
-def describe(settings: Settings) -> dict:
-    """The dictionary of a run, without results yet."""
+    Args: profile: of this device, calibrated; what the predictions beside the results are made of
+    """
+    kernel = plan_decode(
+        num_heads=settings.num_heads,
+        num_kv_heads=settings.num_kv_heads,
+        head_size=settings.head_size,
+        block_size=settings.block_size,
+        layout="vllm",
+        dtype=settings.dtype,
+        device=settings.device,
+        seq_lens=[],
+    )
+    figures = {f.name: getattr(profile, f.name) for f in dataclasses.fields(profile)}
     return {
         "kind": "ladder",
         "schema": 1,
@@ -78,27 +59,41 @@ def describe(settings: Settings) -> dict:
             "head_size": settings.head_size,
             "block_size": settings.block_size,
             "partition_size": settings.partition_size,
+            "kernel_partition_size": kernel.partition_size,
             "dtype": str(settings.dtype).removeprefix("torch."),
             "layout": "vllm",
         },
+        "profile": {
+            name: [figure.low, figure.high]
+            for name, figure in figures.items()
+            if isinstance(figure, Figure)
+        },
         "interrupted": False,
         "contexts": [],
+        "batches": [],
     }
 
 
-class ContextRun:
-    """The measurement of all stages, and peers, at one context. `entry()` is valid at any moment:
-    after an interrupt it holds what was measured until then."""
+class StepRun:
+    """The measurement of all stages, and peers, at one decode step. `entry()` is valid at any
+    moment: after an interrupt it holds what was measured until then.
 
-    def __init__(self, settings: Settings, context: int) -> None:
-        self.settings = settings
-        self.context = context
+    Args: seq_lens: tokens of each sequence
+          profile: of this device, calibrated
+    """
+
+    def __init__(
+        self, settings: Settings, seq_lens: Sequence[int], profile: DeviceProfile
+    ) -> None:
+        self.settings, self.seq_lens, self.profile = settings, tuple(seq_lens), profile
+        self.num_tokens = sum(seq_lens)
+        self.title = title(self.seq_lens)
         self.trials: dict[str, Trial] = {}  # "floor" among them
         self.max_errors: dict[str, float] = {}
         self.failures: dict[str, str] = {}
         self.skipped: dict[str, str] = {}  # peers, with the reason
         self.notes: dict[str, str] = {}  # on peers
-        self.kept: dict[str, Workspace] = {}  # by calls of the kernel
+        self.first_peaks: dict[str, int] = {}  # of calls of the kernel, the workspace included
         self.other_load = machine.OtherLoad()
 
     def run(self, progress) -> None:
@@ -108,23 +103,24 @@ class ContextRun:
                    steps there will be
         """
         settings = self.settings
-        progress.say(f"{self.context:,} tokens: filling the cache")
-        inputs = settings.inputs(self.context)
-        reader = FloorReader(settings.kv_bytes(self.context), device=settings.device)
+        progress.say(f"{self.title}: filling the cache")
+        inputs = settings.inputs(self.seq_lens)
+        reader = FloorReader(settings.kv_bytes(self.num_tokens), device=settings.device)
         self.floor_bytes = reader.num_bytes
         self._try("floor", reader, progress)
-        progress.say(f"{self.context:,} tokens: computing the float64 reference")
+        progress.say(f"{self.title}: computing the float64 reference")
         expected = _expected(inputs, settings)
         for name in settings.stages:
             self._try(name, rung(name, inputs, settings), progress, expected)
-        self._try_peers(inputs, progress, expected)
+        if settings.peers:
+            self._try_peers(inputs, progress, expected)
 
         round_seconds = sum(
             max(trial.measurement().seconds, _TURN_SECONDS) for trial in self.trials.values()
         )
         least, most = _ROUNDS
         rounds = max(least, min(most, int(_BUDGET_SECONDS / round_seconds)))
-        progress.say(f"{self.context:,} tokens: {rounds} rounds, about {round_seconds:.1f} s each")
+        progress.say(f"{self.title}: {rounds} rounds, about {round_seconds:.1f} s each")
         progress.expect(1 + len(settings.stages) + len(settings.peers) + rounds)
         self.other_load = machine.OtherLoad()
         for number in range(1, rounds + 1):
@@ -134,13 +130,13 @@ class ContextRun:
 
     def _try_peers(self, inputs, progress, expected) -> None:
         settings = self.settings
-        data = peers.Data(inputs, settings.scale, settings.partition_size)
+        data = peers.Data(inputs, settings.scale)
         for name in settings.peers:
             try:
                 call, self.notes[name] = peers.make(name, data)
             except peers.Unavailable as reason:
                 self.skipped[name] = str(reason)
-                progress.step(f"{self.context:,} tokens: {name} skipped, {reason}")
+                progress.step(f"{self.title}: {name} skipped, {reason}")
             else:
                 self._try(name, call, progress, expected)
 
@@ -149,9 +145,8 @@ class ContextRun:
         try:
             trial = Trial(fn, device=self.settings.device)
         except Exception as error:  # out of memory, usually: the other stages may still run
-            reason = str(error).strip().partition("\n")[0]
-            self.failures[name] = f"{type(error).__name__}: {reason}"
-            progress.step(f"{self.context:,} tokens: {name} FAILED, {self.failures[name]}")
+            self.failures[name] = reason_of(error)
+            progress.step(f"{self.title}: {name} FAILED, {self.failures[name]}")
             return
         result, trial.first_result = trial.first_result, None
         if expected is not None:
@@ -160,19 +155,17 @@ class ContextRun:
             self.max_errors[name] = error
             if not error <= allowed:  # NaN is wrong, too
                 self.failures[name] = f"WRONG: off by {error:.2g}, {allowed:.2g} is allowed"
-                progress.step(f"{self.context:,} tokens: {name} {self.failures[name]}")
+                progress.step(f"{self.title}: {name} {self.failures[name]}")
                 return
         if not trial.num_samples:
             trial.sample()
         self.trials[name] = trial
         if isinstance(fn, peers.KernelCall):
-            self.kept[name] = fn.workspace
-        progress.step(
-            f"{self.context:,} tokens: {name} {trial.measurement().seconds * 1e3:.3g} ms"
-        )
+            self.first_peaks[name] = fn.first_peak()
+        progress.step(f"{self.title}: {name} {trial.measurement().seconds * 1e3:.3g} ms")
 
     def entry(self) -> dict:
-        """The JSON of this context: floor, stages in order, failures included, predictions, and
+        """The JSON of this step: floor, stages in order, failures included, predictions, and
         peers where they were asked for, the skipped ones included."""
         stages = [self._result(name) for name in self.settings.stages if self._is_done(name)]
         others = self.other_load.cores()
@@ -181,17 +174,23 @@ class ContextRun:
             floor = {"num_bytes": self.floor_bytes, **_as_json(self.trials["floor"])}
             floor["gb_per_second"] = round(self.floor_bytes / floor["seconds"] / 1e9, 3)
         entry = {
-            "context": self.context,
-            "kv_bytes": self.settings.kv_bytes(self.context),
+            "context": self.num_tokens,
+            "seq_lens": list(self.seq_lens),
+            "kv_bytes": self.settings.kv_bytes(self.num_tokens),
             "other_cores": None if others is None else round(others, 2),
             "floor": floor,
             "stages": stages,
-            "predicted": predictions(self.settings, self.context),
+            "predicted": predictions(self.settings, self.seq_lens),
+            "predicted_here": predictions_here(self.settings, self.seq_lens, self.profile),
         }
         if self.settings.peers:
             done = filter(self._is_done, self.settings.peers)
             entry["peers"] = [self._peer_result(name) for name in done]
         return entry
+
+    def has_results(self) -> bool:
+        """Whether there is more than the floor."""
+        return any(map(self._is_done, (*self.settings.stages, *self.settings.peers)))
 
     def _is_done(self, name: str) -> bool:
         return name in self.trials or name in self.failures or name in self.skipped
@@ -201,8 +200,8 @@ class ContextRun:
             result = {"failure": self.failures[name]}
         else:
             result = _as_json(self.trials[name])
-            if name in self.kept:
-                result["peak_bytes"] += self.kept[name].nbytes
+            if name in self.first_peaks:
+                result["peak_bytes"] = self.first_peaks[name]
         error = self.max_errors.get(name)
         finite = error is not None and error < float("inf")
         return {"name": name, **result, "max_error": error if finite else None}
@@ -216,21 +215,7 @@ class ContextRun:
         return result
 
 
-def rung(name: str, inputs, settings: Settings, **options) -> Callable[[], torch.Tensor]:
-    """A call of the named stage, or of the kernel, that takes no arguments."""
-    scale = settings.scale
-    if name == "paged_attention":
-        return peers.KernelCall(
-            inputs,
-            layout="vllm",
-            scale=scale,
-            partition_size=settings.partition_size,
-            **options,
-        )
-    return lambda: STAGES[name](*inputs, scale, partition_size=settings.partition_size)
-
-
-def _expected(inputs, settings: Settings) -> torch.Tensor:
+def _expected(inputs: Inputs, settings: Settings) -> torch.Tensor:
     """The float64 reference, one KV head at a time: a fourth of the memory for four."""
     group = settings.num_heads // settings.num_kv_heads
     outs = [

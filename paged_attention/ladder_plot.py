@@ -7,17 +7,19 @@ import math
 from .look import (
     DEVICE_MARKS,
     FLOOR_COLOUR,
-    PEER_MARKS,
-    STAGE_COLOURS,
     WIDTH,
     caption,
+    mark_of,
     style,
 )
 from .report import busy, hardware, human_bytes, human_seconds, ratio, workload
 
+_MOST_ROWS = 3  # of panels, which a page still shows
+
 
 def ladder(data: dict):
-    """The ladder: a row of panels for each context, time on the left, memory on the right.
+    """The ladder: a row of panels for each context, time on the left, memory on the right; of more
+    than three contexts for the shortest and the longest, as `lengths_plot` has them all.
 
     Args:    data: what `ladder.describe` and `ladder.ContextRun.entry` make, as in ladder.json
     Returns: matplotlib.figure.Figure
@@ -25,6 +27,8 @@ def ladder(data: dict):
     from matplotlib.figure import Figure
 
     entries = data["contexts"]
+    if len(entries) > _MOST_ROWS:
+        entries = sorted(entries, key=lambda entry: entry["context"])[:: len(entries) - 1]
     heights = [
         0.75 + 0.29 * (1 + _rows(entry)[-1][0]) if _rows(entry) else 1.0 for entry in entries
     ]
@@ -76,11 +80,6 @@ def _rows(entry: dict) -> list[tuple[float, dict]]:
     return rows + [(len(stages) + _PEERS_BELOW + i, peer) for i, peer in enumerate(peers)]
 
 
-def _mark(name: str) -> tuple[str, str]:
-    """Colour and mark of a stage or a peer."""
-    return (STAGE_COLOURS[name], "o") if name in STAGE_COLOURS else PEER_MARKS[name]
-
-
 def _draw_times(axes, entry: dict) -> None:
     from matplotlib.ticker import FixedLocator, NullLocator
 
@@ -92,7 +91,7 @@ def _draw_times(axes, entry: dict) -> None:
     times += [seconds for bands in predicted.values() for _, band in bands for seconds in band]
     low, high = (min(times), max(times)) if times else (1e-3, 1.0)
     for row, result in rows:
-        colour, mark = _mark(result["name"])
+        colour, mark = mark_of(result["name"])
         bands = predicted.get(result["name"], [])
         for device, band in bands:
             _draw_prediction(axes, row, device, band)
@@ -191,7 +190,7 @@ def _draw_memory(axes, entry: dict) -> None:
         if peak is None:
             _label(axes, 0, row, "not counted", color=FLOOR_COLOUR, style="italic")
             continue
-        colour, _ = _mark(result["name"])
+        colour, _ = mark_of(result["name"])
         axes.barh(row, peak, height=0.55, color=colour, alpha=0.8)
         _label(axes, peak, row, human_bytes(peak))
     axes.set_title("peak memory")

@@ -21,6 +21,7 @@ SERIES = (
     "fused_phase2",
     "grid_even_share",
     "final_kernel",
+    "real_model",
 )
 
 _OPERATORS = {

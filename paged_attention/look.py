@@ -65,3 +65,23 @@ def caption(figure, lines: list[str]) -> None:
     """Small print under a figure: device, dtype, shape, torch version. Long lines are wrapped."""
     text = "\n".join("\n".join(textwrap.wrap(line, 118)) for line in lines)
     figure.supxlabel(text, x=0.01, ha="left", fontsize=8.5, color="#555555", linespacing=1.4)
+
+
+def mark_of(name: str) -> tuple[str, str]:
+    """Colour and mark of a stage or a peer."""
+    return (STAGE_COLOURS[name], "o") if name in STAGE_COLOURS else PEER_MARKS[name]
+
+
+def log_axes(axes, xs, xlabel: str, ylabel: str, human) -> None:
+    """Both axes logarithmic, a tick at each x, y in words: `human` makes them of a number."""
+    from matplotlib.ticker import LogLocator
+
+    axes.set(xscale="log", yscale="log", xlabel=xlabel, ylabel=ylabel)
+    axes.set_xticks(xs, [f"{x:,}" for x in xs])
+    axes.xaxis.set_minor_formatter("")
+    low, high = axes.get_ylim()
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 200 * low else (1,)))
+    axes.yaxis.set_major_formatter(lambda value, _: human(value))
+    axes.yaxis.set_minor_formatter("")
+    axes.grid(True, axis="both", which="both", color="#E9E9E9", linewidth=0.6)
+    axes.set_axisbelow(True)

@@ -14,10 +14,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
-from torch.profiler import ProfilerActivity, profile
 
+from .allocators import allocator_peak_bytes, profiler_peak_bytes
 from .counting import Counts, OpCounter, count
-from .device import DeviceProfile, Figure
+from .device import DeviceProfile, Figure, profile_of
 from .machine import device_name
 from .timing import MIN_SAMPLES, Measurement, Trial
 
@@ -164,16 +164,16 @@ def kv_bytes(num_tokens: int, num_kv_heads: int, head_size: int, dtype=torch.flo
 
 
 def calibrate(device="cpu", *, synchronize=None) -> DeviceProfile:
-    """Measure this machine's profile: what an operation and a byte cost. About two seconds.
+    """Measure this machine's profile: what an operation and a byte cost. About three seconds.
 
     What is measured looks like decode: the floor's reading; small operations that make their own
     results, with a view now and then; blocks of K and V put heads first, into memory that was
-    written before, and into memory that the allocator has just been given.
+    written before, and into memory that the allocator has just been given; a fill, likewise.
 
     Returns: DeviceProfile, each figure the quartiles of what was measured; fresh_page_cost and
-             fresh_from on a CPU only
+             fresh_from on a CPU only; wave is what the kernel uses on this device
     Raises:  as `measure`
-    Cost:    some 500 MiB of memory
+    Cost:    some 600 MiB of memory
     """
     read = FloorReader(256 * 2**20, device=device)
     scores = torch.ones(8, 64, device=device)
@@ -197,8 +197,11 @@ def calibrate(device="cpu", *, synchronize=None) -> DeviceProfile:
             lanes.contiguous()
 
     fns = {"read": read, "ops": four_ops, "rearrange": rearrange}
-    if torch.device(device).type == "cpu":
-        fns["afresh"] = rearrange_afresh
+    on_cpu = torch.device(device).type == "cpu"
+    if on_cpu:
+        fns["rearrange afresh"] = rearrange_afresh
+        fns["fill"] = lambda: kept.fill_(1.0)
+        fns["fill afresh"] = lambda: torch.empty_like(kept).fill_(1.0)
     timed = interleaved(fns, device=device, synchronize=synchronize, min_seconds=0.3)
 
     def rate(name, num_bytes, source):
@@ -206,14 +209,7 @@ def calibrate(device="cpu", *, synchronize=None) -> DeviceProfile:
         return Figure(num_bytes / slow, num_bytes / fast, "B/s", f"measured here: {source}")
 
     fast, slow = timed["ops"].spread
-    fresh_page_cost = None
-    if "afresh" in timed:
-        extra = [t - timed["rearrange"].seconds for t in timed["afresh"].spread]
-        fresh_page_cost = Figure(
-            *(max(0.0, seconds) / (2 * blocks.nbytes) for seconds in extra),
-            "s/B",
-            "measured here: the same copies into fresh memory, less the time of those",
-        )
+    wave = profile_of(device).wave_bytes
     return DeviceProfile(
         device_name(device),
         bandwidth=rate("read", read.num_bytes, "mv of 256 MiB"),
@@ -221,43 +217,17 @@ def calibrate(device="cpu", *, synchronize=None) -> DeviceProfile:
         rearrange_bandwidth=rate(
             "rearrange", 4 * blocks.nbytes, "80 MiB of blocks put heads first, read and written"
         ),
-        fresh_page_cost=fresh_page_cost,
-        fresh_from=None if fresh_page_cost is None else _MALLOC_KEEPS,
+        fresh_page_cost=_fresh_page_cost(timed, blocks.nbytes) if on_cpu else None,
+        fresh_from=_MALLOC_KEEPS if on_cpu else None,
+        wave=Figure(wave, wave, "B", "device.profile_of, as the kernel does"),
     )
 
 
-def profiler_peak_bytes(fn: Callable[[], object]) -> int:
-    """The peak of one call of `fn` as `torch.profiler` saw it, above what was alive at the start.
-
-    The allocators report to it, so it also sees what a kernel allocates inside itself, which
-    `peak_bytes` can't; and scalars of a few bytes that ops wrap in tensors on the way.
-
-    Returns: bytes, all devices together
-    """
-    activities = [ProfilerActivity.CPU]
-    if torch.cuda.is_available():
-        activities.append(ProfilerActivity.CUDA)
-    with profile(activities=activities, profile_memory=True) as profiler:
-        result = fn()
-        del result
-    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
-    events.sort(key=lambda e: e.start_ns() if hasattr(e, "start_ns") else e.start_us())
-    alive = peak = 0
-    for event in events:
-        alive += event.nbytes()
-        peak = max(peak, alive)
-    return peak
-
-
-def allocator_peak_bytes(fn: Callable[[], object], *, device="cuda") -> int:
-    """The peak of one call of `fn` by the CUDA allocator's own statistics, above the start.
-
-    Returns: bytes, each allocation rounded up as the allocator does (512 bytes, usually)
-    """
-    torch.cuda.synchronize(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
-    result = fn()
-    torch.cuda.synchronize(device)
-    del result
-    return torch.cuda.max_memory_allocated(device) - before
+def _fresh_page_cost(timed: Mapping[str, Measurement], num_bytes: int) -> Figure:
+    """From a fill to a copy that rearranges: each into fresh memory, less the same into kept."""
+    low, high = sorted(
+        max(0.0, timed[f"{name} afresh"].seconds - timed[name].seconds) / (times * num_bytes)
+        for name, times in (("fill", 1), ("rearrange", 2))
+    )
+    source = "measured here: 80 MiB filled, or rearranged, into fresh memory, less into kept"
+    return Figure(low, high, "s/B", source)

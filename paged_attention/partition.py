@@ -79,8 +79,10 @@ def even_shares(num_tiles, max_workers):
     max_workers what `grid_size` allows.
 
     Returns: a list of (first tile, tile past the last), the bigger shares first
-    Source:  NVIDIA CCCL, cub/grid/grid_even_share.cuh, GridEvenShare::DispatchInit: every worker
-             gets num_tiles / workers tiles, and the first num_tiles % workers one more
+    Source:  NVIDIA CCCL, cub/grid/grid_even_share.cuh: GridEvenShare::DispatchInit gives every
+             worker num_tiles / workers tiles and counts num_tiles % workers big shares, which
+             BlockInit, where workers take consecutive tiles (GRID_MAPPING_RAKE), gives to the
+             first ones
     """
     workers = min(num_tiles, max_workers)
     if workers == 0:
@@ -98,6 +100,7 @@ def grid_size(num_tiles, sm_count, sm_occupancy, subscription_factor=5):
     Source:  NVIDIA CCCL, cub/device/dispatch/dispatch_reduce.cuh, InvokePasses:
              max_blocks = sm_occupancy * sm_count * subscription_factor, of which
              GridEvenShare::DispatchInit takes min(num_tiles, max_blocks). The factor is 5,
-             CUB_SUBSCRIPTION_FACTOR in cub/util_arch.cuh
+             CUB_SUBSCRIPTION_FACTOR in cub/util_arch.cuh (CCCL 002af086; older versions had 3 for
+             compute capability 2)
     """
     return min(num_tiles, sm_occupancy * sm_count * subscription_factor)

@@ -13,72 +13,76 @@ which says why.
 
 from __future__ import annotations
 
-import re
-import time
 from collections.abc import Callable
-from functools import cached_property
 from typing import NamedTuple
 
 import torch
 from torch.nn import functional
 
-from . import vllm_cpu
+from . import flex_paged, vllm_cpu
+from .counting import count
 from .decode import paged_attention
 from .inputs import Inputs
 from .layouts import pack, unpack
-from .time_limit import time_limit
+from .partition import ceil_div
+from .reasons import reason_of
 from .workspace import Workspace
-
-COMPILE_SECONDS = 120.0  # a compilation that takes longer is given up; on two cores it took 23
 
 
 class Unavailable(Exception):
     """This peer can't run here; the message is the reason, in a few words."""
 
 
-class Data:
-    """One sequence, as every peer gets it: the same values, blocks in the same order.
+class Sequence(NamedTuple):
+    """One of a batch's sequences."""
 
-    Args: inputs: of one sequence, in the "vllm" layout, as `inputs.random_inputs` makes them
+    query: torch.Tensor  # (1, num_heads, head_size)
+    block_ids: torch.Tensor  # (blocks,), int32
+    num_tokens: int
+
+
+class Data:
+    """A batch, as every peer gets it: the same values, blocks in the same order.
+
+    Args: inputs: in the "vllm" layout, as `inputs.random_inputs` makes them
           scale: float, multiplies the logits
-          partition_size: tokens, for our own kernel
-    Raises: ValueError: inputs hold another number of sequences than one
     """
 
-    def __init__(self, inputs: Inputs, scale: float, partition_size: int) -> None:
-        if len(inputs.query) != 1:
-            raise ValueError(f"inputs hold {len(inputs.query)} sequences, peers take one")
-        self.inputs = inputs
-        self.query = inputs.query  # (1, num_heads, head_size)
-        self.scale = scale
-        self.partition_size = partition_size
+    def __init__(self, inputs: Inputs, scale: float) -> None:
+        self.inputs, self.scale = inputs, scale
+        # K and V, (num_blocks, num_kv_heads, block_size, head_size); unused slots NaN
+        self.hnd = pack(*unpack(inputs.key_cache, inputs.value_cache, "vllm"), "HND")
         self.block_size = inputs.value_cache.shape[-1]
-        self.num_tokens = int(inputs.seq_lens[0])
-        num_blocks = -(-self.num_tokens // self.block_size)
-        self.block_ids = inputs.block_tables[0, :num_blocks]
+        self.sequences = [
+            Sequence(query[None], table[: ceil_div(num_tokens, self.block_size)], num_tokens)
+            for query, table, num_tokens in zip(
+                inputs.query, inputs.block_tables, inputs.seq_lens.tolist()
+            )
+        ]
 
-    @cached_property
-    def hnd(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V, (num_blocks, num_kv_heads, block_size, head_size); unused slots NaN."""
-        return pack(*unpack(self.inputs.key_cache, self.inputs.value_cache, "vllm"), "HND")
+    @property
+    def only(self) -> Sequence:
+        """The one sequence, for peers that take no more. Raises Unavailable if there are more."""
+        if len(self.sequences) != 1:
+            raise Unavailable(f"takes one sequence, not {len(self.sequences)}")
+        return self.sequences[0]
 
-    def gather(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V, contiguous per head, (1, num_kv_heads, num_tokens, head_size)."""
-        key, value = self.hnd
-        return self.tokens_of(key), self.tokens_of(value)
+    def gather(self, sequence: Sequence) -> list[torch.Tensor]:
+        """Its K and V, contiguous per head, (1, num_kv_heads, num_tokens, head_size)."""
+        return [
+            cache.index_select(0, sequence.block_ids)  # (blocks, kv_heads, block_size, head_size)
+            .transpose(0, 1)
+            .flatten(1, 2)[None, :, : sequence.num_tokens]
+            for cache in self.hnd
+        ]
 
-    def tokens_of(self, cache: torch.Tensor) -> torch.Tensor:
-        """One of the two, (1, num_kv_heads, num_tokens, head_size), from its HND cache."""
-        blocks = cache.index_select(0, self.block_ids)  # (blocks, kv_heads, block_size, head_size)
-        return blocks.transpose(0, 1).flatten(1, 2)[None, :, : self.num_tokens]
 
-
-Call = Callable[[], torch.Tensor]  # -> (1, num_heads, head_size)
+Call = Callable[[], torch.Tensor]  # -> (num_seqs, num_heads, head_size)
 
 
 class KernelCall:
-    """A call of our kernel with a workspace of its own: the memory it keeps between calls, which
-    counts beside what a call allocates."""
+    """A call of our kernel, as any user's but that its workspace is its own: the memory that it
+    keeps between calls and that counts beside what a call allocates."""
 
     def __init__(self, inputs: Inputs, **options) -> None:
         self.workspace = Workspace()
@@ -86,6 +90,11 @@ class KernelCall:
 
     def __call__(self) -> torch.Tensor:
         return paged_attention(*self.inputs, workspace=self.workspace, **self.options)
+
+    def first_peak(self) -> int:
+        """Bytes that a first call allocates at once, the workspace among them."""
+        self.workspace.clear()
+        return count(self).peak_bytes
 
 
 def paged_attention_hnd(data: Data) -> tuple[Call, str]:
@@ -100,36 +109,27 @@ def paged_attention_nhd(data: Data) -> tuple[Call, str]:
 
 def _own(data: Data, caches, layout: str) -> Call:
     inputs = data.inputs._replace(key_cache=caches[0], value_cache=caches[1])
-    return KernelCall(
-        inputs,
-        layout=layout,
-        scale=data.scale,
-        partition_size=data.partition_size,
-        validate=False,
-    )
+    return KernelCall(inputs, layout=layout, scale=data.scale)
 
 
 def gather_sdpa(data: Data) -> tuple[Call, str]:
-    """Fetch the live blocks, put heads first, attend. index_select and one reordering copy are
-    the fastest of the ways to gather that were tried (advanced indexing, index_select along the
-    second dimension)."""
+    """Fetch a sequence's blocks, put heads first, attend; then the next sequence's. index_select
+    and one reordering copy are the fastest of the ways to gather that were tried (advanced
+    indexing, index_select along the second dimension)."""
     _need_gqa()
-    key, value = data.hnd  # made here, off the clock
-    return (
-        lambda: _sdpa(data, data.tokens_of(key), data.tokens_of(value)),
-        "",
-    )
+    return lambda: torch.cat([_sdpa(data, s, *data.gather(s)) for s in data.sequences]), ""
 
 
 def dense_sdpa(data: Data) -> tuple[Call, str]:
     """Attend to keys and values that lie in order already: no paging, and no copy timed."""
+    sequence = data.only
     _need_gqa()
-    key, value = (tokens.contiguous() for tokens in data.gather())
-    return lambda: _sdpa(data, key, value), ""
+    key, value = (tokens.contiguous() for tokens in data.gather(sequence))
+    return lambda: _sdpa(data, sequence, key, value), ""
 
 
-def _sdpa(data: Data, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    query = data.query[:, :, None]  # (1, num_heads, 1, head_size)
+def _sdpa(data: Data, sequence: Sequence, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    query = sequence.query[:, :, None]  # (1, num_heads, 1, head_size)
     out = functional.scaled_dot_product_attention(
         query, key, value, scale=data.scale, enable_gqa=True
     )
@@ -144,68 +144,27 @@ def _need_gqa() -> None:
         raise Unavailable("SDPA has enable_gqa from torch 2.5 on") from None
 
 
-def flex_paged(data: Data) -> tuple[Call, str]:
-    """FlexAttention over PyTorch's PagedAttention, compiled for this one shape.
-
-    Its pages are the ladder's blocks, in the same order. Unused slots hold zeros: it multiplies
-    what they hold by 0, and NaN would stay.
-
-    Source: torch.nn.attention.experimental._paged_attention (experimental by its own words)
-    """
+def flex_attention(data: Data) -> tuple[Call, str]:
+    """FlexAttention over PyTorch's PagedAttention, compiled; its pages are the ladder's blocks."""
+    sequence = data.only
     try:
-        from torch.nn.attention.experimental._paged_attention import PagedAttention
-        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-    except ImportError:
-        raise Unavailable(f"torch {torch.__version__} has no PagedAttention") from None
-    device, page = data.query.device, data.block_size
-    tokens, num_pages = data.num_tokens, len(data.hnd[0])
-    only = torch.zeros(1, dtype=torch.long, device=device)
-    length = torch.tensor([tokens], device=device)
-
-    pages = PagedAttention(num_pages, page, 1, device=str(device))
-    pages.empty_pages = data.block_ids.tolist()  # those it takes, in this order
-    pages.reserve(only, length)
-    num_kv_heads, head_size = data.hnd[0].shape[1], data.hnd[0].shape[3]
-    key, value = (
-        data.query.new_zeros(1, num_kv_heads, num_pages * page, head_size) for _ in range(2)
-    )
-    pages.assign(only, torch.arange(tokens, device=device)[None], *data.gather(), key, value)
-    mask = create_block_mask(
-        lambda batch, head, row, token: token < tokens,
-        *(1, None, 1, len(data.block_ids) * page),
-        device=str(device),
-        BLOCK_SIZE=(1, page),
-    )
-    mask = pages.convert_logical_block_mask(mask, kv_len=length)
-
-    torch.compiler.reset()  # a context's code is no use to the next one
-    compiled = torch.compile(flex_attention, fullgraph=True, dynamic=False)
-    query = data.query[:, :, None]
-
-    def call():
-        with _uncounted():
-            out = compiled(query, key, value, block_mask=mask, scale=data.scale, enable_gqa=True)
-        return out[:, :, 0]
-
-    start = time.perf_counter()
-    with time_limit(COMPILE_SECONDS):
-        call()
-    return call, f"compiled in {time.perf_counter() - start:.0f} s"
-
-
-def _uncounted():
-    """Without the mode that counts operations: compiled code has none, and can't run under it."""
-    from torch.utils._python_dispatch import _disable_current_modes
-
-    return _disable_current_modes()
+        return flex_paged.decode_call(
+            *(sequence.query, *data.gather(sequence), sequence.block_ids),
+            *(len(data.hnd[0]), data.block_size, data.scale),
+        )
+    except flex_paged.Missing as missing:
+        raise Unavailable(str(missing)) from None
 
 
 def vllm_cpu_op(data: Data) -> tuple[Call, str]:
     """vLLM's compiled operation, on a cache that its own operation has filled."""
-    key, value = (tokens[0].transpose(0, 1) for tokens in data.gather())
+    gathered = zip(*map(data.gather, data.sequences))
+    key, value = (torch.cat([k[0] for k in tokens], dim=1).transpose(0, 1) for tokens in gathered)
+    inputs = data.inputs
     try:
         return vllm_cpu.decode_call(
-            data.query, key, value, data.block_ids, len(data.hnd[0]), data.block_size, data.scale
+            *(inputs.query, key, value, inputs.block_tables, inputs.seq_lens),
+            *(len(data.hnd[0]), data.block_size, data.scale),
         )
     except vllm_cpu.Missing as missing:
         raise Unavailable(str(missing)) from None
@@ -216,20 +175,22 @@ class Peer(NamedTuple):
     copies:   of the whole cache that it keeps, beside the HND one that all share
     making:   of K and V that making it takes for a while
     compiled: what it does is inside compiled code: there are no operations to count
+    layout:   of our own kernel's caches
     """
 
     make: Callable[[Data], tuple[Call, str]]
     copies: int
     making: int
     compiled: bool = False
+    layout: str | None = None
 
 
 PEERS = {
-    "paged_attention_HND": Peer(paged_attention_hnd, copies=0, making=1),
-    "paged_attention_NHD": Peer(paged_attention_nhd, copies=1, making=0),
+    "paged_attention_HND": Peer(paged_attention_hnd, copies=0, making=1, layout="HND"),
+    "paged_attention_NHD": Peer(paged_attention_nhd, copies=1, making=0, layout="NHD"),
     "gather_sdpa": Peer(gather_sdpa, copies=0, making=0),
     "dense_sdpa": Peer(dense_sdpa, copies=1, making=1),
-    "flex_paged": Peer(flex_paged, copies=1, making=3, compiled=True),
+    "flex_paged": Peer(flex_attention, copies=1, making=3, compiled=True),
     "vllm_cpu_op": Peer(vllm_cpu_op, copies=1, making=3, compiled=True),
 }
 
@@ -245,12 +206,4 @@ def make(name: str, data: Data) -> tuple[Call, str]:
     except Unavailable:
         raise
     except Exception as error:  # a missing compiler, an unsupported size, no memory, ...
-        raise Unavailable(_reason(error)) from error
-
-
-def _reason(error: Exception, longest: int = 100) -> str:
-    """The error's kind and first line; of a path its last part, as the JSON goes to others."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    text = f"{type(error).__name__}: {lines[0] if lines else ''}".rstrip(": ")
-    text = re.sub(r"(?<![\w.])/(?:[^\s/'\"]+/)*([^\s/'\"]*)", r"\1", text)
-    return text if len(text) <= longest else text[: longest - 3].rstrip() + "..."
+        raise Unavailable(reason_of(error)) from error

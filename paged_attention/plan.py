@@ -124,12 +124,12 @@ class DecodePlan:
         self.num_seqs, self.static, self.window = len(lengths), static, heads.window
         if heads.window is not None and heads.window >= max(lengths, default=0):
             heads = heads._replace(window=None)  # all keys are in sight
-        # Of K, of V, or of many rows' logits, as float32:
-        token_bytes = 4 * max(heads.num_kv_heads * heads.head_size, heads.num_rows)
-        wave_tokens = max(1, profile_of(device).wave_bytes // token_bytes)
+        floats = profile_of(device).wave_bytes // 4
+        kv_floats = heads.num_kv_heads * heads.head_size  # a token's, of K or of V
         partition_size = checked_count("partition_size", partition_size)
         if partition_size is None:
-            partition_size = min(PARTITION_SIZE, wave_tokens)
+            partition_size = min(PARTITION_SIZE, max(1, floats // kv_floats))
+        wave_tokens = max(1, floats // max(kv_floats, heads.num_rows))  # or logits, if more
         self.partition_size = whole_blocks(partition_size, heads.block_size)
         self.schedule = Schedule(lengths, static, heads, self.partition_size, wave_tokens, device)
 

@@ -1,6 +1,6 @@
 """Every picture of the project, each drawn from a JSON dictionary alone.
 
-    python -m paged_attention.plots figures     draws each PNG again from the JSON beside it
+    python -m paged_attention.plots figures     draws the PNGs again from the JSON beside them
 
 The same JSON gives the same picture. Needs the extra `notebooks` (matplotlib), which is imported
 only when something is drawn.
@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from .ladder_plot import ladder
+from .lengths_plot import lengths
 from .look import DPI, FLOOR_COLOUR, PEER_MARKS, STAGE_COLOURS, WIDTH, caption, style
 from .report import write_bytes
 
@@ -27,29 +28,62 @@ __all__ = [
     "WIDTH",
     "caption",
     "ladder",
+    "lengths",
+    "names",
     "png",
     "redraw",
     "style",
 ]
 
-FIGURES: dict[str, Callable] = {"ladder": ladder}  # by the JSON's "kind"
+# By the JSON's "kind", then by what is added to its name.
+FIGURES: dict[str, dict[str, Callable]] = {"ladder": {"": ladder, "_lengths": lengths}}
 
 
-def png(data: dict) -> bytes:
-    """The picture of a JSON dictionary, by its "kind"; the same bytes for the same dictionary.
+def names(data: dict) -> list[str]:
+    """What is added to a JSON's name for each of its pictures: nothing for the main one.
 
     Raises: ValueError: a kind that nothing draws
     """
     kind = data.get("kind")
     if kind not in FIGURES:
         raise ValueError(f'"kind" is {kind!r}, should be one of {", ".join(FIGURES)}')
+    several = len(data["contexts"]) > 1  # of a single length there is no curve
+    return [name for name in FIGURES[kind] if several or not name]
+
+
+def png(data: dict, name: str = "") -> bytes:
+    """A picture of a JSON dictionary, by its "kind"; the same bytes for the same dictionary.
+
+    Args:   name: one of `names(data)`
+    Raises: ValueError: a kind that nothing draws
+    """
+    if name not in names(data):
+        raise ValueError(f"name={name!r} must be one of {names(data)}")
     content = io.BytesIO()
-    FIGURES[kind](data).savefig(content, format="png", dpi=DPI, metadata={"Software": None})
+    figure = FIGURES[data["kind"]][name](data)
+    figure.savefig(content, format="png", dpi=DPI, metadata={"Software": None})
     return content.getvalue()
 
 
+def draw(source: Path, data: dict) -> list[Path]:
+    """Write the pictures of a JSON beside it, and take away one that it has no longer.
+
+    Returns: the PNGs written, in order
+    Raises:  ValueError: a kind that nothing draws
+    """
+    there, written = names(data), []
+    for name in FIGURES[data["kind"]]:
+        path = source.with_name(f"{source.stem}{name}.png")
+        if name in there:
+            write_bytes(path, png(data, name))
+            written.append(path)
+        else:
+            path.unlink(missing_ok=True)
+    return written
+
+
 def redraw(directory) -> list[Path]:
-    """Draw the PNG beside every JSON under `directory` again.
+    """Draw the PNGs beside every JSON under `directory` again.
 
     Returns: the PNGs written, in order
     Raises:  ValueError: a JSON that isn't a figure's, by name; FileNotFoundError: no such folder
@@ -60,11 +94,9 @@ def redraw(directory) -> list[Path]:
     written = []
     for source in sorted(directory.rglob("*.json")):
         try:
-            content = png(json.loads(source.read_text(encoding="utf-8")))
+            written += draw(source, json.loads(source.read_text(encoding="utf-8")))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{source}: {type(error).__name__}: {error}") from error
-        written.append(source.with_suffix(".png"))
-        write_bytes(written[-1], content)
     return written
 
 

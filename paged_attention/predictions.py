@@ -1,36 +1,51 @@
-"""What the ladder's stages would take on devices that nobody has measured yet."""
+"""What the cost model makes of the ladder: on this device, and on those nobody measured yet."""
 
 from __future__ import annotations
 
-from . import cost
-from .device import PROFILES
+from collections.abc import Sequence
+
+from .cost import Shape, predict
+from .device import PROFILES, DeviceProfile
 from .machine import device_slug
+from .peers import PEERS
+
+Bands = dict[str, list[float]]  # name -> [low, high], seconds
 
 
-def predictions(settings, context: int) -> dict[str, dict[str, list[float]]]:
-    """The stages' times by the published profiles, for the device that is measured left out.
+def predictions(settings, seq_lens: Sequence[int]) -> dict[str, Bands]:
+    """The stages' and the kernel's times by the published profiles, for the device that is
+    measured left out.
 
-    Args:    settings: ladder.Settings
-             context: tokens
-    Returns: {device: {stage: [low, high]}}, seconds; what `cost` has no model of isn't there
+    Args:    settings: settings.Settings
+             seq_lens: tokens of each sequence
+    Returns: {device: {stage: [low, high]}}, seconds
     """
-    shape = cost.Shape(
-        [context],
-        num_heads=settings.num_heads,
-        num_kv_heads=settings.num_kv_heads,
-        head_size=settings.head_size,
-        block_size=settings.block_size,
-        partition_size=settings.partition_size,
-        dtype=settings.dtype,
-    )
     here = device_slug(settings.device)
-    predicted = {}
-    for device, profile in PROFILES.items():
-        if None in (profile.bandwidth, profile.op_cost) or device.lower() == here:
-            continue
-        predicted[device] = {}
-        for name in settings.stages:
-            if name in cost.STAGE_COSTS:
-                band = cost.predict(name, shape, profile).seconds
-                predicted[device][name] = [round(band.low, 9), round(band.high, 9)]
-    return predicted
+    return {
+        device: {
+            name: _band(name, settings.shape(name, seq_lens), profile) for name in settings.stages
+        }
+        for device, profile in PROFILES.items()
+        if None not in (profile.bandwidth, profile.op_cost) and device.lower() != here
+    }
+
+
+def predictions_here(settings, seq_lens: Sequence[int], profile: DeviceProfile) -> Bands:
+    """The times of stages, of the kernel, and of the kernel in other layouts among the peers.
+
+    Args:    settings, seq_lens: as above
+             profile: of the device that is measured, from `measure.calibrate`
+    Returns: {stage or peer: [low, high]}, seconds
+    """
+    shapes = {name: (name, settings.shape(name, seq_lens)) for name in settings.stages}
+    for name in settings.peers:
+        layout = PEERS[name].layout
+        if layout is not None:
+            kernel = "paged_attention"
+            shapes[name] = kernel, settings.shape(kernel, seq_lens, layout)
+    return {name: _band(*of, profile) for name, of in shapes.items()}
+
+
+def _band(name: str, shape: Shape, profile: DeviceProfile) -> list[float]:
+    seconds = predict(name, shape, profile).seconds
+    return [round(seconds.low, 9), round(seconds.high, 9)]

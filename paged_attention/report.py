@@ -13,6 +13,7 @@ _COLUMNS = (
     ("quartiles", ">"),
     ("vs previous", ">"),
     ("x floor", ">"),
+    ("predicted", ">"),
     ("ops", ">"),
     ("GEMMs", ">"),
     ("host reads", ">"),
@@ -35,32 +36,46 @@ def hardware(data: dict) -> str:
 def workload(data: dict) -> str:
     """One line: the shape that was measured."""
     shape = data["shape"]
+    kernels = shape.get("kernel_partition_size", shape["partition_size"])  # one in older runs
+    parts = f"{shape['partition_size']:,}"
+    if kernels != shape["partition_size"]:
+        parts += f", of {kernels:,} in paged_attention"
     return (
         f"1 sequence, {shape['num_heads']} query heads, {shape['num_kv_heads']} KV heads, "
         f"head size {shape['head_size']}, {shape['dtype']}, block size {shape['block_size']}, "
-        f"partitions of {shape['partition_size']}"
+        f"partitions of {parts}"
+    )
+
+
+def title(seq_lens) -> str:
+    """A batch in a few words: "1,024 tokens"."""
+    if len(seq_lens) == 1:
+        return f"{seq_lens[0]:,} tokens"
+    return (
+        f"{len(seq_lens)} sequences of {min(seq_lens):,} to {max(seq_lens):,} tokens, "
+        f"{sum(seq_lens):,} in all"
     )
 
 
 def table(entry: dict) -> str:
-    """One context's results as text: a line for each stage, for each peer, for each ratio."""
+    """A step's results as text: a line for each stage, for each peer, for each ratio."""
     rows, notes, previous = [], [], None
-    floor = entry["floor"]
+    floor, predicted = entry["floor"], entry["predicted_here"]
     for stage in entry["stages"]:
         if "failure" in stage:
             notes.append(f"{stage['name']}  {stage['failure']}")
             continue
-        rows.append(_row(stage, floor, _against(stage["seconds"], previous)))
+        rows.append(_row(stage, floor, predicted, _against(stage["seconds"], previous)))
         previous = stage["seconds"]
     for peer in entry.get("peers", []):
         if "seconds" in peer:
-            rows.append(_row(peer, floor, ""))
+            rows.append(_row(peer, floor, predicted, ""))
             if peer["note"]:
                 notes.append(f"{peer['name']}  {peer['note']}")
         else:
             reason = peer["failure"] if "failure" in peer else f"skipped: {peer['skipped']}"
             notes.append(f"{peer['name']}  {reason}")
-    lines = [f"{entry['context']:,} tokens, K and V {human_bytes(entry['kv_bytes'])}"]
+    lines = [f"{title(entry['seq_lens'])}, K and V {human_bytes(entry['kv_bytes'])}"]
     if floor:
         lines[0] += (
             f"; floor {human_seconds(floor['seconds'])} to read "
@@ -71,8 +86,9 @@ def table(entry: dict) -> str:
     return "\n".join(lines + notes + ratios(entry) + busy(entry))
 
 
-def _row(result: dict, floor: dict | None, against: str) -> tuple[str, ...]:
+def _row(result: dict, floor: dict | None, predicted: dict, against: str) -> tuple[str, ...]:
     seconds, (low, high) = result["seconds"], result["spread"]
+    band = [ratio(bound / seconds) for bound in predicted.get(result["name"], ())]
     counts = (result[name] for name in ("ops", "gemms", "host_reads"))
     peak = result["peak_bytes"]
     return (
@@ -81,6 +97,7 @@ def _row(result: dict, floor: dict | None, against: str) -> tuple[str, ...]:
         f"{human_seconds(low)} - {human_seconds(high)}",
         against,
         f"{ratio(seconds / floor['seconds'])}x" if floor else "",
+        f"{' - '.join(band)}x" if band else "",
         *("" if count is None else f"{count:,}" for count in counts),
         "" if peak is None else human_bytes(peak),
     )
@@ -130,6 +147,12 @@ def _aligned(rows) -> list[str]:
         ).rstrip()
         for row in (header, *rows)
     ]
+
+
+def listed(numbers) -> str:
+    """1,024, 8,192 and 100,000"""
+    *others, last = (f"{number:,}" for number in numbers)
+    return f"{', '.join(others)} and {last}" if others else last
 
 
 def _against(seconds: float, previous: float | None) -> str:

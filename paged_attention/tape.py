@@ -20,7 +20,8 @@ class Step:
     host_reads:       of those, reads that make the host wait for a value
     bytes_read:       each operation reads its inputs once, a broadcast one at its real size
     bytes_written:    each operation writes its outputs once
-    rearranged_bytes: of those read and written: by copies that gather, permute or repeat
+    rearranged_bytes: of those read and written: by copies that permute or repeat; a block that is
+                      copied as a whole goes as fast as any other bytes
     fresh_bytes:      of those written: for the first time, into a temporary of `fresh_from`
                       bytes or more, whose pages the system has to hand out anew
     """
@@ -53,6 +54,10 @@ class Tensor:
         """As many of its elements, in the same storage."""
         return Tensor(numel, self.itemsize, self._storage)
 
+    def part(self, numel: int, itemsize: int) -> Tensor:
+        """So many elements of another size, in the same storage."""
+        return Tensor(numel, itemsize, self._storage)
+
 
 class Tape:
     """Adds up what operations cost, by step, and follows the bytes that are alive.
@@ -77,6 +82,10 @@ class Tape:
             self._step(label).fresh_bytes += tensor.nbytes
         return tensor
 
+    def kept(self, numel: int, itemsize: int = 4) -> Tensor:
+        """Memory that stays with the caller from call to call: it counts, but is never fresh."""
+        return Tensor(numel, itemsize, _Storage(self, numel * itemsize))
+
     def op(
         self, label: str, *reads: Tensor, new: int = 0, itemsize: int = 4, into=None, times=1
     ) -> Tensor:
@@ -93,22 +102,22 @@ class Tape:
         return result
 
     def rearrange(self, label: str, *reads: Tensor, times: int = 1, **result) -> Tensor:
-        """An operation that copies what it reads to where it belongs: gather, permute, repeat."""
+        """An operation that copies what it reads in another order: permute, repeat."""
         step = self._step(label)
         before = step.bytes_moved
         tensor = self.op(label, *reads, times=times, **result)
         step.rearranged_bytes += step.bytes_moved - before
         return tensor
 
-    def gemm(self, label: str, *reads: Tensor, new: int) -> Tensor:
+    def gemm(self, label: str, *reads: Tensor, **result) -> Tensor:
         """A matrix product."""
         self._step(label).gemms += 1
-        return self.op(label, *reads, new=new)
+        return self.op(label, *reads, **result)
 
-    def host_read(self, label: str, *, times: int = 1) -> None:
+    def host_read(self, label: str, *, num_bytes: int = 4, times: int = 1) -> None:
         """The host reads a number, such as an int32 length or block id."""
         self._step(label).host_reads += times
-        self.op(label, Tensor(1, 4), into=Tensor(0, 4), times=times)
+        self.op(label, Tensor(num_bytes, 1), into=Tensor(0, 1), times=times)
 
     def _step(self, label: str) -> Step:
         return self._steps.setdefault(label, Step(label))

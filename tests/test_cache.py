@@ -138,6 +138,30 @@ class Against(RuleBasedStateMachine):
         where = range(len(old), len(old) + count)
         assert slots.tolist() == [table[p // size] * size + p % size for p in where]
 
+    @rule(counts=st.dictionaries(st.sampled_from(NAMES), st.integers(0, 6), max_size=4))
+    def extend_all(self, counts):
+        """All of a step's sequences grow, or none; the model grows them one by one."""
+        known, size = dict(self.tokens), self.block_size
+        before = dict(self.blocks)
+        for name, count in counts.items():
+            old, row = self.tokens.get(name, []), list(self.blocks.get(name, []))
+            if count and len(old) % size and self.owners(row[-1]) > 1:
+                row[-1] = object()
+            row += [object() for _ in range(-(-(len(old) + count) // size) - len(row))]
+            self.tokens[name] = old + list(range(self.written, self.written + count))
+            self.blocks[name], self.written = row, self.written + count
+        if self.free_blocks() < 0:
+            self.tokens, self.blocks = known, before
+            unchanged = snapshot(self.cache, list(known), self.num_layers)
+            with pytest.raises(OutOfBlocks):
+                self.cache.extend_all(counts, counts.values())
+            assert_unchanged(unchanged, snapshot(self.cache, list(known), self.num_layers))
+            return
+        slots = self.cache.extend_all(counts, counts.values())
+        numbers = [n for name in counts for n in self.tokens[name][len(known.get(name, [])) :]]
+        for layer in range(self.num_layers):
+            self.cache.write(tokens(numbers, layer, 0), tokens(numbers, layer, 1), slots, layer)
+
     @precondition(lambda self: self.tokens)
     @rule(name=st.sampled_from(NAMES), new=st.sampled_from(NAMES))
     def fork(self, name, new):
@@ -290,6 +314,48 @@ def test_out_of_blocks_names_what_was_asked_and_what_there_is():
         cache.seq_lens(["b"])
     append(cache, "b", [1] * 4)
     assert cache.num_free_blocks == 0
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("writers, copies", [("a", 1), ("ab", 2), ("abc", 2)])
+def test_a_steps_copies_on_write_are_counted_before_any_is_made(writers, copies):
+    """Three share a half-full block; its last owner writes to it as it is."""
+    for spare in (copies - 1, copies):
+        cache = new_cache(1 + spare, 4)
+        append(cache, "a", [0, 1])
+        cache.fork("a", "b")
+        cache.fork("a", "c")
+        before = snapshot(cache, "abc")
+        if spare < copies:
+            with pytest.raises(OutOfBlocks) as caught:
+                cache.extend_all(writers, [1] * len(writers))
+            assert f"need {copies} more blocks" in str(caught.value)
+            assert f"only {spare} of" in str(caught.value)
+            assert_unchanged(before, snapshot(cache, "abc"))
+        else:
+            slots = cache.extend_all(writers, [1] * len(writers))
+            assert len(set(slots.tolist())) == len(writers) and cache.num_free_blocks == 0
+
+
+@pytest.mark.quick
+def test_a_step_that_does_not_fit_extends_none_of_its_sequences():
+    cache = new_cache(4, 4)
+    append(cache, "a", [0, 1, 2, 3])
+    before = snapshot(cache, ["a"])
+    with pytest.raises(OutOfBlocks, match=r"'b'.*need 4 more.*\[1, 9\].*only 3 of 4"):
+        cache.extend_all(["a", "b"], [1, 9])
+    assert_unchanged(before, snapshot(cache, ["a"]))
+    with pytest.raises(KeyError):
+        cache.seq_lens(["b"])
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("seq_ids, num_tokens", [("ab", [1]), ("aa", [1, 2]), ("a", [1, 2])])
+def test_a_step_names_each_sequence_once_and_its_tokens(seq_ids, num_tokens):
+    cache = new_cache(4, 4)
+    with pytest.raises(ValueError, match="seq_ids"):
+        cache.extend_all(seq_ids, num_tokens)
+    assert cache.num_free_blocks == 4
 
 
 @pytest.mark.quick

@@ -12,14 +12,30 @@ import pytest
 import torch
 
 from paged_attention import __main__ as cli
-from paged_attention import arguments, fits, ladder, peers, report
+from paged_attention import arguments, fits, ladder, peers, report, settings
 from paged_attention.counting import count
+from paged_attention.device import DeviceProfile, Figure
+from paged_attention.ragged import ragged_lengths
 from paged_attention.stages import STAGES
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = "--heads 4 --kv-heads 2 --head-size 16 --partition-size 32".split()
 RUNGS = [*STAGES, "paged_attention"]
 quick = pytest.mark.quick
+
+
+PROFILE = DeviceProfile(
+    "a machine",
+    bandwidth=Figure(1e10, 2e10, "B/s", ""),
+    op_cost=Figure(1e-6, 3e-6, "s", ""),
+    wave=Figure(2**23, 2**23, "B", ""),
+)
+
+
+@pytest.fixture(autouse=True)
+def calibrated(monkeypatch):
+    """In this process; the runs in processes of their own measure the machine."""
+    monkeypatch.setattr(cli, "calibrate", lambda device: PROFILE)
 
 
 def command(*arguments, **environment):
@@ -52,16 +68,18 @@ def finished(tmp_path_factory):
 # -- a run ----------------------------------------------------------------------------------------
 
 
-def test_a_run_leaves_a_picture_and_its_json_in_the_devices_folder(finished):
+def test_a_run_leaves_pictures_and_their_json_in_the_devices_folder(finished):
     folder, _ = finished
     assert files_under(folder) == [
         "figures",
         "figures/cpu",
         "figures/cpu/ladder.json",
         "figures/cpu/ladder.png",
+        "figures/cpu/ladder_lengths.png",
     ]
-    picture = (folder / "figures/cpu/ladder.png").read_bytes()
-    assert picture.startswith(b"\x89PNG") and len(picture) > 20_000
+    for name in ("ladder", "ladder_lengths"):
+        picture = (folder / f"figures/cpu/{name}.png").read_bytes()
+        assert picture.startswith(b"\x89PNG") and len(picture) > 20_000
 
 
 def test_the_table_has_a_line_for_each_stage_at_each_context(finished):
@@ -71,11 +89,12 @@ def test_the_table_has_a_line_for_each_stage_at_each_context(finished):
         assert len(rows) == 2, name
     assert sum(line.startswith(("7 tokens", "333 tokens")) for line in lines) == 2
     header = next(line for line in lines if line.startswith("stage"))
-    for column in ("time", "quartiles", "vs previous", "x floor", "ops", "GEMMs", "host reads"):
+    for column in ("time", "quartiles", "vs previous", "x floor", "predicted", "ops", "GEMMs"):
         assert column in header
-    assert "GB/s" in finished[1].stdout and "peak memory" in header
+    assert "GB/s" in finished[1].stdout and "host reads" in header and "peak memory" in header
     assert f"torch {torch.__version__}" in lines[0]
     assert "4 query heads, 2 KV heads, head size 16, float32, block size 16" in lines[1]
+    assert lines[1].endswith("partitions of 32, of 1,024 in paged_attention")
 
 
 def test_progress_goes_to_stderr_and_nothing_else_does(finished):
@@ -99,10 +118,17 @@ def test_the_json_holds_samples_counts_and_where_they_come_from(finished):
         "head_size": 16,
         "block_size": 16,
         "partition_size": 32,
+        "kernel_partition_size": 1024,
         "dtype": "float32",
         "layout": "vllm",
     }
+    assert set(data["profile"]) == {
+        *("bandwidth", "op_cost", "rearrange_bandwidth", "fresh_page_cost", "wave")
+    }
+    assert all(low <= high for low, high in data["profile"].values())
     assert [entry["context"] for entry in data["contexts"]] == [7, 333]
+    assert [entry["seq_lens"] for entry in data["contexts"]] == [[7], [333]]
+    assert data["batches"] == []
     for entry in data["contexts"]:
         assert entry["kv_bytes"] == 2 * entry["context"] * 2 * 16 * 4
         assert [stage["name"] for stage in entry["stages"]] == RUNGS
@@ -234,13 +260,16 @@ def test_a_stage_of_nans_is_wrong_and_one_that_raises_spares_the_others(
 
 @pytest.fixture
 def quick_peers(monkeypatch):
-    """One that is slow to compile is skipped, one that may not be there is compiled code."""
+    """One that is slow to compile is skipped, one that may not be there is compiled code; a short
+    ragged batch."""
 
     def no_compiler(data):
         raise peers.Unavailable("no compiler here")
 
     def compiled(data):
-        return peers.dense_sdpa(data)[0], "a library of version 3"
+        return peers.gather_sdpa(data)[0], "a library of version 3"
+
+    monkeypatch.setattr(cli, "ragged_lengths", lambda: (50, 7, 130))
 
     for name, make in (("flex_paged", no_compiler), ("vllm_cpu_op", compiled)):
         monkeypatch.setitem(peers.PEERS, name, peers.PEERS[name]._replace(make=make))
@@ -252,7 +281,8 @@ def test_peers_stand_in_table_and_json_timed_or_with_the_reason(tmp_path, capsys
     arguments = "--peers", "--context", "50", "--stages", "fused_phase2,paged_attention"
     status, text, errors = run(capsys, *arguments, "--out", str(tmp_path))
     assert status == 0
-    (entry,) = json.loads((tmp_path / "ladder.json").read_text())["contexts"]
+    data = json.loads((tmp_path / "ladder.json").read_text())
+    (entry,) = data["contexts"]
     results = {peer["name"]: peer for peer in entry["peers"]}
     assert list(results) == list(peers.PEERS)
     assert results.pop("flex_paged") == {"name": "flex_paged", "skipped": "no compiler here"}
@@ -280,6 +310,31 @@ def test_peers_stand_in_table_and_json_timed_or_with_the_reason(tmp_path, capsys
     assert "paged_attention_HND / flex_paged" not in text
     assert (tmp_path / "ladder.png").exists()
 
+    (batch,) = data["batches"]
+    assert (batch["seq_lens"], batch["context"], batch["stages"]) == ([50, 7, 130], 187, [])
+    names = ["paged_attention_HND", "gather_sdpa", "vllm_cpu_op"]
+    assert [peer["name"] for peer in batch["peers"]] == names
+    assert all(peer["max_error"] < 1e-5 and peer["seconds"] > 0 for peer in batch["peers"])
+    assert "\n3 sequences of 7 to 130 tokens, 187 in all, K and V " in text
+    assert text.count(report.table(batch)) == 1
+
+
+@quick
+def test_the_ragged_batch_is_always_the_same_and_spans_short_and_long():
+    lengths = ragged_lengths()
+    assert lengths == ragged_lengths() and len(lengths) == 16
+    assert (min(lengths), max(lengths), sum(lengths)) == (18, 15_897, 32_205)
+
+
+def test_a_ragged_batch_that_does_not_fit_is_skipped(tmp_path, capsys, monkeypatch, quick_peers):
+    monkeypatch.setattr(cli, "ragged_lengths", lambda: (10**6, 10**6))
+    monkeypatch.setattr(cli, "available_bytes", lambda device: 30_000_000)
+    arguments = "--peers", "--context", "50", "--stages", "single_bmm", "--out", str(tmp_path)
+    status, text, _ = run(capsys, *arguments)
+    assert status == 0
+    assert "\n2 sequences of 1,000,000 to 1,000,000 tokens, 2,000,000 in all: skipped" in text
+    assert json.loads((tmp_path / "ladder.json").read_text())["batches"] == []
+
 
 def test_a_wrong_peer_is_shown_as_such_not_timed_and_fails_the_run(
     tmp_path, capsys, monkeypatch, quick_peers
@@ -304,8 +359,8 @@ def test_without_peers_there_are_none_and_predictions_are_there(finished):
     data = json.loads((finished[0] / "figures/cpu/ladder.json").read_text())
     for entry in data["contexts"]:
         assert "peers" not in entry
-        for bands in entry["predicted"].values():
-            assert list(bands) == [name for name in RUNGS if name in bands] != []
+        for bands in (*entry["predicted"].values(), entry["predicted_here"]):
+            assert list(bands) == RUNGS
             assert all(0 < low <= high for low, high in bands.values())
     assert " / " not in finished[1].stdout
 
@@ -392,7 +447,7 @@ def test_a_bad_option_ends_the_process_with_2(tmp_path):
 # -- memory ---------------------------------------------------------------------------------------
 
 
-TINY_SETTINGS = ladder.Settings(
+TINY_SETTINGS = settings.Settings(
     num_heads=4,
     num_kv_heads=2,
     head_size=16,
@@ -406,34 +461,35 @@ def test_the_longest_context_is_the_last_thousand_that_fits():
     usable = 10_000_000
     longest = fits.longest_context(TINY_SETTINGS, usable, 100_000)
     assert longest % 1000 == 0 and 1000 <= longest < 100_000
-    assert fits.needed_bytes(TINY_SETTINGS, longest)[0] <= usable
-    assert fits.needed_bytes(TINY_SETTINGS, longest + 1000)[0] > usable
+    assert fits.needed_bytes(TINY_SETTINGS, (longest,))[0] <= usable
+    assert fits.needed_bytes(TINY_SETTINGS, (longest + 1000,))[0] > usable
     assert fits.longest_context(TINY_SETTINGS, usable, longest - 3) == longest - 3
     assert fits.longest_context(TINY_SETTINGS, 1000, 100_000) == 0
 
 
 @quick
 def test_what_a_context_needs_is_the_caches_the_floors_copy_and_the_largest_stage():
-    settings = ladder.Settings(stages=("single_bmm", "gqa_broadcast"))
-    inputs = settings.inputs(5000, device="meta")
+    workload = settings.Settings(stages=("single_bmm", "gqa_broadcast"))
+    inputs = workload.inputs([5000], device="meta")
     peak = count(lambda: STAGES["single_bmm"](*inputs, 1.0)).peak_bytes
     kv_bytes = 2 * 5000 * 4 * 256 * 4
     caches = 2 * (313 + 1) * 16 * 4 * 256 * 4  # in whole blocks, and one to spare
-    assert fits.needed_bytes(settings, 5000) == (caches + kv_bytes + peak, "single_bmm")
+    assert fits.needed_bytes(workload, (5000,)) == (caches + kv_bytes + peak, "single_bmm")
     assert peak > 6 * kv_bytes  # K and V of every query head
 
 
-def test_by_default_1024_and_the_longest_that_fits_and_it_says_why(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(cli, "available_bytes", lambda device: 12_000_000)
+def test_by_default_up_to_the_longest_that_fits_and_it_says_why(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(cli, "available_bytes", lambda device: 30_000_000)
     monkeypatch.chdir(tmp_path)
     status, text, _ = run(capsys, "--stages", ",".join(TINY_SETTINGS.stages))
     assert status == 0
     data = json.loads((tmp_path / "figures/cpu/ladder.json").read_text())
-    longest = fits.longest_context(TINY_SETTINGS, 9_600_000, 100_000)
-    assert [entry["context"] for entry in data["contexts"]] == [1024, longest]
+    longest = fits.longest_context(TINY_SETTINGS, 24_000_000, 100_000)
+    assert longest >= 2 * 8192
+    assert [entry["context"] for entry in data["contexts"]] == [1024, 8192, longest]
     line = text.splitlines()[0]
-    assert line.startswith(f"Contexts: 1,024 and {longest:,} tokens")
-    assert "single_bmm" in line and "9.60 MB usable" in line and "100,000 would need" in line
+    assert line.startswith(f"Contexts: 1,024, 8,192 and {longest:,} tokens")
+    assert "single_bmm" in line and "24.0 MB usable" in line and "100,000 would need" in line
 
 
 @quick
@@ -492,7 +548,7 @@ def test_ctrl_c_before_anything_is_measured_writes_nothing(tmp_path, capsys, mon
     def interrupted(self, progress):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(ladder.ContextRun, "run", interrupted)
+    monkeypatch.setattr(ladder.StepRun, "run", interrupted)
     status, _, errors = run(capsys, "--context", "40", "--out", str(tmp_path / "new"))
     assert status == 130
     assert errors.splitlines()[-1] == "Interrupted before anything was measured."
@@ -500,14 +556,14 @@ def test_ctrl_c_before_anything_is_measured_writes_nothing(tmp_path, capsys, mon
 
 
 def test_ctrl_c_in_a_later_context_keeps_the_earlier_ones(tmp_path, capsys, monkeypatch):
-    run_context = ladder.ContextRun.run
+    run_context = ladder.StepRun.run
 
     def interrupted_at_60(self, progress):
-        if self.context == 60:
+        if self.seq_lens == (60,):
             raise KeyboardInterrupt
         run_context(self, progress)
 
-    monkeypatch.setattr(ladder.ContextRun, "run", interrupted_at_60)
+    monkeypatch.setattr(ladder.StepRun, "run", interrupted_at_60)
     arguments = "--context", "40,60,80", "--stages", "single_bmm", "--out", str(tmp_path)
     assert run(capsys, *arguments)[0] == 130
     data = json.loads((tmp_path / "ladder.json").read_text())
@@ -579,4 +635,5 @@ def test_the_defaults_are_the_series_workload():
     assert (options.heads, options.kv_heads, options.head_size) == (24, 4, 256)
     assert (options.block_size, options.partition_size, options.dtype) == (16, 512, torch.float32)
     assert options.stages == [*STAGES, "paged_attention"]
+    assert cli.LENGTHS == (1024, 8192, 32_768, 100_000)
     assert (cli.SHORT, cli.LONGEST) == (1024, 100_000)

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import math
+import inspect
 from dataclasses import replace
 
 import pytest
 import torch
+from byte_counter import ByteCounter
 from helpers import DTYPES, STAGE_NAMES, lanes_per_chunk
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from paged_attention.cost import Shape, Step, predict, seconds_of
-from paged_attention.counting import _counts_as_op, count, tensors_in
+from paged_attention.counting import count
 from paged_attention.device import PROFILES, DeviceProfile, Figure
 from paged_attention.inputs import random_inputs
 from paged_attention.stage_costs import STAGE_COSTS
@@ -22,37 +22,6 @@ from paged_attention.tape import Tape
 
 each_stage = pytest.mark.parametrize("stage", STAGE_NAMES)
 WORKLOAD = Shape([100_000])
-
-
-class ByteCounter(TorchDispatchMode):
-    """What each operation reads and writes, from its tensors: dimensions of stride 0 once, the
-    gathered blocks rather than the whole cache, and nothing of what only lends its dtype."""
-
-    def __init__(self):
-        super().__init__()
-        self.read = self.written = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        name = func._schema.name.removeprefix("aten::")
-        if not _counts_as_op(func, name):
-            return result
-        outputs = list(tensors_in(result))
-        inputs = list(tensors_in(args))
-        if name in ("zeros_like", "new_zeros", "new_full"):
-            inputs = []
-        elif name == "copy_":
-            inputs = inputs[1:]
-        elif name == "index":
-            inputs[0] = outputs[0]
-        self.read += sum(map(real_bytes, inputs))
-        self.written += sum(map(real_bytes, outputs))
-        return result
-
-
-def real_bytes(x):
-    sizes = (1 if stride == 0 else size for size, stride in zip(x.shape, x.stride()))
-    return math.prod(sizes) * x.element_size()
 
 
 def on_meta(stage, shape):
@@ -66,7 +35,8 @@ def on_meta(stage, shape):
         dtype=shape.dtype,
         device="meta",
     )
-    return lambda: STAGES[stage](*inputs, 0.1, partition_size=shape.partition_size)
+    given = {} if shape.partition_size is None else {"partition_size": shape.partition_size}
+    return lambda: STAGES[stage](*inputs, 0.1, **given)
 
 
 def assert_as_counted(stage, shape):
@@ -81,6 +51,14 @@ def assert_as_counted(stage, shape):
     with ByteCounter() as counter:
         call()
     assert (cost.bytes_read, cost.bytes_written) == (counter.read, counter.written)
+
+
+@pytest.mark.quick
+def test_the_default_partition_is_the_stages_own():
+    for name, stage in STAGES.items():
+        default = inspect.signature(stage).parameters["partition_size"].default
+        shape = Shape([3 * default + 1])
+        assert predict(name, shape) == predict(name, replace(shape, partition_size=default))
 
 
 @st.composite
@@ -161,12 +139,12 @@ def test_the_series_traffic_in_multiples_of_k_and_v():
 
 
 @pytest.mark.quick
-def test_what_fetches_blocks_and_changes_their_order_is_rearranging():
+def test_what_changes_an_order_is_rearranging_and_copying_whole_blocks_is_not():
     for name in STAGE_NAMES:
         for step in predict(name, Shape([1600])).steps:
-            ids = {"fetch": 100 * 4, "gather": 100 * (4 + 8)}  # read, and written as int64
-            if step.label in ("fetch", "gather", "reorder", "repeat", "regroup"):
-                assert step.rearranged_bytes == step.bytes_moved - ids.get(step.label, 0)
+            if step.label in ("fetch", "reorder", "repeat", "regroup"):
+                ids = 100 * 4 if step.label == "fetch" else 0
+                assert step.rearranged_bytes == step.bytes_moved - ids
             else:
                 assert step.rearranged_bytes == 0
 
@@ -261,6 +239,8 @@ def test_what_the_gpus_do_is_told_from_published_figures():
         ({"partition_size": 0}, "partition_size=0"),
         ({"partition_size": 512.0}, "partition_size=512.0"),
         ({"head_size": 6}, "head_size=6 must be a multiple of 4"),
+        ({"head_size": 6, "layout": "vllm"}, "head_size=6 must be a multiple of 4"),
+        ({"layout": "HDN"}, "layout='HDN' must be one of vllm, HND, NHD"),
         ({"head_size": 12, "dtype": torch.bfloat16}, "head_size=12 must be a multiple of 8"),
         ({"dtype": torch.float64}, "dtype=torch.float64"),
     ],
@@ -272,8 +252,12 @@ def test_a_shape_that_no_stage_serves_is_refused_by_name_and_value(wrong, words)
 
 @pytest.mark.quick
 def test_unknown_names_and_empty_profiles_are_refused():
-    with pytest.raises(ValueError, match="name='flash' must be one of naive_loops, batched"):
+    with pytest.raises(
+        ValueError, match="name='flash' must be one of naive_loops, .*paged_attention"
+    ):
         predict("flash", WORKLOAD)
+    with pytest.raises(ValueError, match="layout='NHD' must be \"vllm\" for the stage single_bmm"):
+        predict("single_bmm", Shape([5], layout="NHD"))
     with pytest.raises(ValueError, match="'cpu' has no bandwidth"):
         predict("single_bmm", WORKLOAD, PROFILES["cpu"])
     with pytest.raises(ValueError, match="'half' has no op_cost"):

@@ -162,15 +162,6 @@ def test_a_call_leaves_nothing_behind_for_the_next(layout):
 
 @pytest.mark.quick
 @in_each_layout
-def test_five_repeats_give_the_same_bits(layout):
-    dense = together([one(n, n) for n in (300, 17, 64)])
-    right = decode(dense, layout, 32)
-    for _ in range(5):
-        agree(decode(dense, layout, 32), right)
-
-
-@pytest.mark.quick
-@in_each_layout
 def test_inputs_are_as_they_were(layout):
     dense = together([one(n, n) for n in (33, 0, 8)])
     pool = paged(dense, 8, layout)

@@ -11,6 +11,7 @@ import torch
 from paged_attention import counting, timing
 from paged_attention import measure as m
 from paged_attention.counting import count
+from paged_attention.device import PROFILES
 from paged_attention.inputs import random_inputs
 from paged_attention.stages import STAGES
 
@@ -586,12 +587,16 @@ def test_calibrate_measures_a_profile():
 @quick
 def test_a_profile_follows_from_what_was_timed(monkeypatch):
     """Bytes over seconds, seconds over operations; the fast end of a band is its quartile's."""
-    spreads = {"read": (0.5, 2.0), "ops": (4.0, 8.0), "rearrange": (3, 5), "afresh": (10, 20)}
+    spreads = {"read": (0.5, 2.0), "ops": (4.0, 8.0), "rearrange": (3, 5)}
+    medians = {"rearrange": 4.0, "rearrange afresh": 18.0, "fill": 1.0, "fill afresh": 3.0}
     ran = {}
 
     def timed(fns, **_):
         ran.update(fns)
-        return {name: SimpleNamespace(spread=spreads[name], seconds=4.0) for name in fns}
+        return {
+            name: SimpleNamespace(spread=spreads.get(name), seconds=medians.get(name))
+            for name in fns
+        }
 
     monkeypatch.setattr(m, "interleaved", timed)
     profile = m.calibrate("cpu")
@@ -600,13 +605,18 @@ def test_a_profile_follows_from_what_was_timed(monkeypatch):
     assert (profile.op_cost.low, profile.op_cost.high) == (1.0, 2.0)
     assert profile.rearrange_bandwidth.low == 4 * blocks / 5  # K and V, each read and written
     assert profile.rearrange_bandwidth.high == 4 * blocks / 3
-    assert profile.fresh_page_cost.low == (10 - 4) / (2 * blocks)
-    assert profile.fresh_page_cost.high == (20 - 4) / (2 * blocks)
+    assert profile.fresh_page_cost.low == (3 - 1) / blocks
+    assert profile.fresh_page_cost.high == (18 - 4) / (2 * blocks)
+    medians["rearrange afresh"] = 2.0  # noise: no page costs less than nothing
+    assert m.calibrate("cpu").fresh_page_cost.low == 0
+    assert profile.wave_bytes == PROFILES["cpu"].wave_bytes
 
     assert count(ran["ops"]).ops == 4
     assert count(ran["rearrange"]).by_op == {"copy_": 2}
     assert count(ran["rearrange"]).peak_bytes == 0
-    assert count(ran["afresh"]).peak_bytes == blocks  # one at a time
+    assert count(ran["rearrange afresh"]).peak_bytes == blocks  # one at a time
+    assert count(ran["fill"]).peak_bytes == 0
+    assert count(ran["fill afresh"]).peak_bytes == blocks
 
 
 @quick

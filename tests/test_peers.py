@@ -5,18 +5,19 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.nn import functional
 
-from paged_attention import fits, ladder, peers, plan_decode, vllm_cpu
+from paged_attention import fits, flex_paged, ladder, peers, plan_decode, ragged, vllm_cpu
 from paged_attention.cost import Shape, predict
 from paged_attention.counting import count
 from paged_attention.device import PROFILES
-from paged_attention.inputs import random_inputs
-from paged_attention.predictions import predictions
+from paged_attention.predictions import predictions, predictions_here
+from paged_attention.settings import Settings
 from paged_attention.time_limit import time_limit
 
 quick = pytest.mark.quick
@@ -26,9 +27,9 @@ UNCOMPILED = [name for name, peer in peers.PEERS.items() if not peer.compiled]
 
 def data_of(tokens, *, dtype=torch.float32, **sizes):
     """(the data, the float64 answer): blocks in random order, unused slots and a block NaN."""
-    settings = ladder.Settings(dtype=dtype, **{**SIZES, **sizes})
-    inputs = settings.inputs(tokens)
-    return peers.Data(inputs, settings.scale, 48), ladder._expected(inputs, settings)
+    settings = Settings(dtype=dtype, **{**SIZES, **sizes})
+    inputs = settings.inputs([tokens] if isinstance(tokens, int) else tokens)
+    return peers.Data(inputs, settings.scale), ladder._expected(inputs, settings)
 
 
 def made(name, data):
@@ -93,9 +94,24 @@ def test_the_dense_copy_is_made_beforehand_and_the_gathered_one_in_the_call():
 
 
 @quick
-def test_data_of_two_sequences_is_refused():
-    with pytest.raises(ValueError, match="inputs hold 2 sequences"):
-        peers.Data(random_inputs([3, 4], **SIZES), 1.0, 512)
+@pytest.mark.parametrize("name", ragged.PEERS)
+def test_a_peer_of_a_ragged_batch_gives_the_references_answer(name):
+    data, expected = data_of([40, 1, 333, 16])
+    call, _ = made(name, data)
+    assert_right(call(), expected)
+
+
+@quick
+@pytest.mark.parametrize("name", ["dense_sdpa", "flex_paged"])
+def test_a_peer_for_one_sequence_says_so(name):
+    assert refusal(name, data_of([3, 4])[0]) == "takes one sequence, not 2"
+
+
+@quick
+def test_our_own_kernel_is_called_as_any_user_calls_it():
+    data, _ = data_of(40)
+    for name in ("paged_attention_HND", "paged_attention_NHD"):
+        assert made(name, data)[0].options.keys() == {"layout", "scale"}
 
 
 # -- skipped --------------------------------------------------------------------------------------
@@ -160,7 +176,7 @@ def test_a_reason_names_no_path_of_the_machine(monkeypatch):
 
 def test_a_compilation_that_does_not_end_is_given_up(monkeypatch):
     flex_or_skip()
-    monkeypatch.setattr(peers, "COMPILE_SECONDS", 0.2)
+    monkeypatch.setattr(flex_paged, "COMPILE_SECONDS", 0.2)
     monkeypatch.setattr(torch, "compile", lambda fn, **options: lambda *a, **k: time.sleep(60))
     assert refusal("flex_paged", data_of(20)[0]) == "TimeoutError: took longer than 0.2 s"
 
@@ -290,9 +306,9 @@ def test_a_limit_that_is_none_is_refused(seconds):
 @quick
 def test_what_a_context_needs_counts_every_copy_that_peers_keep():
     stages = "single_bmm", "paged_attention"
-    alone = fits.needed_bytes(ladder.Settings(stages=stages), 5000)[0]
-    settings = ladder.Settings(stages=stages, peers=tuple(peers.PEERS))
-    needed, largest = fits.needed_bytes(settings, 5000)
+    alone = fits.needed_bytes(Settings(stages=stages), (5000,))[0]
+    settings = Settings(stages=stages, peers=tuple(peers.PEERS))
+    needed, largest = fits.needed_bytes(settings, (5000,))
     cache = 2 * (313 + 1) * 16 * 4 * 256 * 4
     # HND, NHD, dense, FlexAttention's, vLLM's
     assert needed - alone >= 5 * cache
@@ -311,30 +327,68 @@ def test_what_a_peer_holds_on_to_is_what_it_declares(name):
 
 
 @quick
+def test_what_a_context_needs_is_what_is_counted(monkeypatch):
+    """By the cost model for ours, on meta tensors for the others."""
+    alone = Settings(stages=("paged_attention",))
+    caches = 2 * (63 + 1) * 16 * 4 * 256 * 4
+    needed, _ = fits.needed_bytes(alone, (1000,))
+    peak = count(peers.KernelCall(alone.inputs([1000]), layout="vllm")).peak_bytes
+    assert needed == caches + alone.kv_bytes(1000) + max(peak, 48 * 1000 * 256)
+    on_a_gpu = replace(alone, device="cuda")
+    monkeypatch.setattr(fits, "profile_of", lambda device: PROFILES["H200"])
+    assert fits._peak(on_a_gpu, "paged_attention", (100_000,)) > 400_000_000  # one wave
+
+
+@quick
 def test_predictions_are_the_cost_models_for_published_profiles():
-    settings = ladder.Settings(stages=("single_bmm", "paged_attention"), dtype=torch.float16)
-    predicted = predictions(settings, 4000)
+    settings = Settings(stages=("single_bmm", "paged_attention"), dtype=torch.float16)
+    predicted = predictions(settings, [4000])
     assert set(predicted) == {"BI-V100", "H200"}
     for device, bands in predicted.items():
-        shape = Shape([4000], dtype=torch.float16)
-        seconds = predict("single_bmm", shape, PROFILES[device]).seconds
-        assert bands["single_bmm"] == pytest.approx([seconds.low, seconds.high], abs=1e-9)
-        assert 0 < bands["single_bmm"][0] <= bands["single_bmm"][1]
+        sizes = {"dtype": torch.float16, "partition_size": 512}
+        for name, shape in (
+            ("single_bmm", Shape([4000], **sizes)),
+            ("paged_attention", Shape([4000], **sizes | {"partition_size": None})),
+        ):
+            seconds = predict(name, shape, PROFILES[device]).seconds
+            assert bands[name] == pytest.approx([seconds.low, seconds.high], abs=1e-9)
+            assert 0 < bands[name][0] <= bands[name][1]
+
+
+@quick
+def test_predictions_for_this_device_are_the_calibrated_profiles_in_each_layout():
+    settings = Settings(stages=("single_bmm",), peers=("paged_attention_NHD", "gather_sdpa"))
+    profile = PROFILES["H200"]
+    bands = predictions_here(settings, [4000, 3], profile)
+    seconds = predict("paged_attention", Shape([4000, 3], layout="NHD"), profile).seconds
+    assert list(bands) == ["single_bmm", "paged_attention_NHD"]
+    assert bands["paged_attention_NHD"] == pytest.approx([seconds.low, seconds.high], abs=1e-9)
 
 
 @quick
 def test_the_device_that_is_measured_is_not_predicted(monkeypatch):
     monkeypatch.setattr("paged_attention.predictions.device_slug", lambda device: "h200")
-    assert set(predictions(ladder.Settings(), 1000)) == {"BI-V100"}
+    assert set(predictions(Settings(), [1000])) == {"BI-V100"}
 
 
-def test_the_kernels_peak_in_the_ladder_includes_the_workspace_that_it_keeps():
-    shape = {"num_heads": 6, "num_kv_heads": 2, "head_size": 16, "partition_size": 512}
-    settings = ladder.Settings(
-        stages=("paged_attention",), peers=("paged_attention_HND",), **shape
-    )
-    run = ladder.ContextRun(settings, 5000)
+def test_the_kernels_peak_in_the_ladder_is_a_first_calls_the_workspace_included():
+    shape = {"num_heads": 6, "num_kv_heads": 2, "head_size": 16}
+    settings = Settings(stages=("paged_attention",), peers=("paged_attention_HND",), **shape)
+    run = ladder.StepRun(settings, [5000], PROFILES["H200"])
     run.run(SimpleNamespace(say=lambda _: None, step=lambda _: None, expect=lambda _: None))
     for layout, [result] in (("vllm", run.entry()["stages"]), ("HND", run.entry()["peers"])):
         plan = plan_decode(**shape, block_size=16, layout=layout, seq_lens=[5000])
         assert 0 <= result["peak_bytes"] - plan.workspace_bytes < 200_000
+        cost = predict("paged_attention", Shape([5000], layout=layout, **shape))
+        assert result["peak_bytes"] == cost.temporary_bytes
+
+
+@quick
+def test_a_failure_in_the_ladder_names_no_path_of_the_machine():
+    def fails():
+        raise OSError("can't open /some/where/lib.so: no such file")
+
+    run = ladder.StepRun(Settings(stages=("single_bmm",)), [5], PROFILES["H200"])
+    run._try("single_bmm", fails, SimpleNamespace(step=lambda _: None))
+    (result,) = run.entry()["stages"]
+    assert result["failure"] == "OSError: can't open lib.so: no such file"

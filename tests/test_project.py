@@ -96,7 +96,7 @@ def test_the_makefiles_versions_fulfil_the_projects_bounds():
     pinned = {re.sub(r"[-_.]+", "-", name).lower(): version for name, version in pinned.items()}
     project = toml("pyproject.toml")["project"]
     extras = project["optional-dependencies"]
-    for wanted in [*project["dependencies"], *extras["notebooks"], *extras["dev"]]:
+    for wanted in [*project["dependencies"], *(w for extra in extras.values() for w in extra)]:
         name, _, least = wanted.partition(">=")
         assert numbers(pinned[name]) >= numbers(least or "0"), wanted
     assert pinned["torch"] == "2.13.0"
@@ -206,12 +206,15 @@ def test_a_venv_is_not_made_over_another_folder(tmp_path):
     "target, words",
     [
         ("run", "-m paged_attention"),
+        ("test-model", "-m pytest tests/whole_model.py"),
         ("lab", "-m jupyterlab notebooks"),
         ("notebooks", "nbconvert --to notebook --execute --inplace"),
         ("figures", "-m paged_attention.plots figures"),
         ("lint", "ruff format --check ."),
         ("lint", "ruff check ."),
         ("test", "ruff format --check ."),
+        ("fuzz", "HYPOTHESIS_PROFILE=fuzz"),
+        ("accuracy", "tests/accuracy.py"),
     ],
 )
 def test_a_target_runs_what_it_says(target, words):
@@ -239,7 +242,7 @@ def test_python_3_10_can_parse_it(path):
 def test_it_imports_with_nothing_but_torch_and_numpy():
     optional = ["matplotlib", "tqdm", "IPython", "ipykernel", "nbformat", "transformers", "gguf"]
     names = [".".join(p.relative_to(ROOT).with_suffix("").parts) for p in modules()]
-    names = [n.removesuffix(".__init__") for n in names if not n.endswith("__main__")]
+    names = [n.removesuffix(".__init__") for n in names if not n.endswith(("__main__", ".hf"))]
     program = f"""
 import sys
 for name in {optional}:
@@ -254,12 +257,19 @@ for name in {names}:
     assert done.returncode == 0, done.stderr
 
 
+def test_nothing_of_ours_imports_the_client_of_transformers():
+    """The one module that needs more than torch and numpy is there for who asks for it."""
+    assert [p.name for p in modules() if "hf" in imports_of(p)] == []
+
+
 @pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_what_is_imported_at_once_comes_with_python_or_is_torch_or_numpy(path):
     tree = ast.parse(path.read_text(encoding="utf-8"))
     names = {a.name for n in tree.body if isinstance(n, ast.Import) for a in n.names}
     names |= {n.module for n in tree.body if isinstance(n, ast.ImportFrom) and not n.level}
     known = {"torch", "numpy", "paged_attention", *sys.stdlib_module_names}
+    if path.stem == "hf":  # a client of transformers, for those who have it
+        known.add("transformers")
     assert {n.split(".")[0] for n in names} <= known
 
 
@@ -298,11 +308,11 @@ def test_a_stage_stands_alone(path):
     assert {a.name for n in imported for a in n.names} <= {"torch", "math"}
 
 
-def test_the_cost_model_calls_neither_the_stages_nor_the_counting():
+def test_the_cost_model_calls_neither_the_stages_nor_the_kernel_nor_the_counting():
     """Its predictions are its own: agreeing with what is counted means something."""
-    allowed = {"device", "layouts", "partition", "tape", "stage_costs"}
-    for name in ("tape", "stage_costs", "cost"):
-        assert imports_of(PACKAGE / f"{name}.py") <= allowed
+    own = {"tape", "stage_steps", "stage_costs", "stream_cost", "kernel_cost"}
+    for name in own | {"cost"}:
+        assert imports_of(PACKAGE / f"{name}.py") <= own | {"device", "layouts", "partition"}
 
 
 def test_importing_the_package_loads_neither_lessons_nor_measuring():

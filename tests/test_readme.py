@@ -1,5 +1,6 @@
 """The README's ten lines run, and its numbers are those that the notebooks print."""
 
+import json
 import re
 from pathlib import Path
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 from notebook_cells import code_cells, text_of
 
-from paged_attention import reference_attention
+from paged_attention import markdown, reference_attention
 
 pytestmark = pytest.mark.quick
 ROOT = Path(__file__).parents[1]
@@ -45,6 +46,18 @@ def test_the_example_of_an_own_cache_runs_and_is_right():
 
 def test_the_readme_is_short():
     assert len(README.splitlines()) < 150
+
+
+def test_the_measured_table_is_what_the_ladders_json_makes(monkeypatch):
+    """After a new run: python -m paged_attention.markdown figures/cpu/ladder.json"""
+    monkeypatch.chdir(ROOT)
+    table = markdown.table("figures/cpu/ladder.json")
+    assert f"\n\n{table}\n\n" in README
+    data = json.loads(Path("figures/cpu/ladder.json").read_text(encoding="utf-8"))
+    for entry in data["contexts"]:
+        assert f"\n| {entry['context']:,} | " in table
+    for words in (data["device"]["name"], f"torch {data['versions']['torch']}", "24 query heads"):
+        assert words in table
 
 
 def test_the_notebooks_rows_are_one_table():
