@@ -15,6 +15,7 @@ from helpers import (
     assert_close,
     assert_same,
     empty_caches,
+    generated,
     oracle,
     paged,
     random,
@@ -355,6 +356,28 @@ def test_the_documented_example_is_plain_attention():
 
 
 # -- faults from the field
+
+
+@each_version
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("size", ["32", "512"])
+def test_pub_01_ones_own_tensors_give_the_worked_numbers(version, dtype, size, monkeypatch):
+    monkeypatch.setenv("PAGED_ATTENTION_PARTITION_SIZE", size)
+    dense = to(generated([40], 32, 8, 128), dtype)
+    pool = paged(dense, 32, "vllm", tables=[[3, 1]], num_blocks=5)
+    out, scratch = torch.full_like(dense.query, NAN), scratch_for(dense.query, 2)
+    given = list(arguments(dense, pool, scale=0.25).values())
+    if version == "v1":
+        paged_attention_v1(out, *given)
+    else:
+        paged_attention_v2(out, *scratch, *given)
+        live = -(-40 // int(size))
+        m, s = scratch[1][0, :, :live], scratch[0][0, :, :live]
+        lse = torch.logsumexp(m + s.log(), -1)
+        assert_close(lse[[0, 5, 18]], torch.tensor([4.0675488, 4.2411163, 4.0006946]))
+    right = [[-0.0853390, -0.1627555, 0.0938737], [0.0549693, -0.0751864, -0.0544913]]
+    right += [[-0.2423493, 0.0962008, -0.0204549]]
+    assert_close(out[0, [0, 5, 18]][:, [0, 1, 127]], torch.tensor(right))
 
 
 @each_version

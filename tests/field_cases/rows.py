@@ -50,9 +50,9 @@ ROWS = {
     "PUB-24": each_layout("single tile", "P=bs", "P=512", *PLANS),
     "PUB-25": {"-": ("measure",)},
 }
-LATER = {  # what a case says of vLLM's own ops comes with vllm.py
+VLLM = {  # what a case says of vLLM's own ops: tests/test_vllm_ops.py
     "PUB-01": "the op called with vLLM's signature",
-    "PUB-12": "the V1 op (here: one partition)",
+    "PUB-12": "a sink merged with what V1 and V2 give",
     "PUB-19": "scales given by position; the V1 and V2 ops",
     "PUB-22": "a tmp_out of the caller's, in float16 and in float32",
 }
@@ -99,5 +99,5 @@ def table_of(judged):
                 f"{''.join(sorted(w)) + f' {n}' if n else '':>12}" for w, n in cells.values()
             )
             yield f"{number:8}" + (line.rstrip() if mine else "  did not run")
-    for number, what in LATER.items():
-        yield f"{number:8}  to come with vllm.py: {what}"
+    for number, what in VLLM.items():
+        yield f"{number:8}  in test_vllm_ops.py: {what}"
