@@ -180,8 +180,9 @@ def test_a_native_v2_that_is_not_implemented_is_found_at_its_first_call_which_is
     step = Step([600])
     step.assert_right(vllm.attention.forward_decode(*step.arguments()))
     assert calls == [("paged_attention_v2", 22)]
-    [(level, said)] = lines(log)
-    assert level == "INFO" and "paged_attention_v2 is ours" in said
+    [(_, first), (_, second)] = lines(log)
+    assert "paged_attention_v2 is ours" in first and "no kernel" in first
+    assert "forward_decode takes V2 above 8192 tokens" in second
     # From now on V2 is known to be ours: it isn't tried again, and V1 gets what it is good at.
     assert vllm.ops.paged_attention_v2 is ours.paged_attention_v2
     assert vllm.attention.forward_decode(*step.arguments()).eq(7).all()
@@ -213,7 +214,7 @@ def test_one_who_looked_v2_up_before_its_first_call_is_served_all_the_same(
         v2(out, *dispatch.scratch(query, longest), query, *caches, *rest)
         assert out.eq(7).all() if raises is None else step.assert_right(out) is None
     assert len(calls) == (3 if raises is None else 1)
-    assert len(lines(log)) == (0 if raises is None else 1)
+    assert len(lines(log)) == (0 if raises is None else 1 + registered)
     if raises is None or not registered:
         assert state(vllm.ops, vllm.attention) == vllm.before
     else:
@@ -451,6 +452,28 @@ def test_a_forward_decode_of_another_kind_is_a_warning_and_nothing_stays_changed
     register()
     warned(log, "forward_decode has no argument key_cache, value_cache")
     assert state(vllm.ops, vllm.attention) == before
+
+
+def test_one_whose_v2_turns_out_to_be_missing_is_served_and_warned_about(tree, log, monkeypatch):
+    vllm = tree("upstream")
+    native(monkeypatch, *NAMES, raises=NotImplementedError("no kernel"))
+
+    def forward_decode(kv, tables, lens):
+        out, scratch = torch.empty_like(kv[0]), dispatch.scratch(kv[0], int(lens.max()))
+        rest = 2, 32**-0.5, tables, lens, 16, int(lens.max()), None, "auto", 1.0, 1.0
+        vllm.ops.paged_attention_v2(out, *scratch, *kv, *rest)
+        return out
+
+    monkeypatch.setattr(vllm.attention, "forward_decode", staticmethod(forward_decode))
+    register()
+    assert [level for level, _ in lines(log)] == ["INFO"]
+    step = Step([600, 3])
+    for _ in range(2):
+        out = vllm.attention.forward_decode(step.arguments()[:3], *step.arguments()[3:5])
+        step.assert_right(out)
+    [(_, _), (level, said)] = lines(log)
+    assert level == "WARNING" and "forward_decode keeps its own choice" in said
+    assert vllm.attention.forward_decode is forward_decode
 
 
 def test_a_broken_import_is_a_warning(tree, log, monkeypatch):

@@ -105,7 +105,10 @@ def _until_known(attention, ops, native_v2):
             if ops.paged_attention_v2 is first_call:
                 _set(ops, "paged_attention_v2", function)
             if function is not native_v2 and (attention, "forward_decode") not in _kept:
-                _choose(attention, ops, native_v2=None)
+                try:
+                    logger.info("paged_attention: %s", *_choose(attention, ops, native_v2=None))
+                except Exception as error:  # as in register
+                    logger.warning("forward_decode keeps its own choice: %s", error)
 
     @functools.wraps(native_v2)
     def first_call(*args, **kwargs):
