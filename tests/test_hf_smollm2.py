@@ -88,6 +88,12 @@ def test_the_lines_that_show_how_to_use_it_run_and_say_what_transformers_says(mo
     assert torch.equal(names["ids"], right)
 
 
+def test_the_readme_shows_the_same_lines():
+    lines = re.findall(r"^    (.*)\n|^\n", hf.__doc__, re.MULTILINE)
+    readme = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+    assert "```python\n" + "\n".join(lines).strip() + "\n```" in readme
+
+
 def test_a_model_that_is_not_there_says_how_to_get_it(monkeypatch):
     monkeypatch.setattr(smollm2, "find_spec", lambda name: None)
     for wanted in (smollm2.load, smollm2.tokenizer):
