@@ -19,7 +19,7 @@ ROWS = re.findall(r"^\| \[\d\d\]\((notebooks/\S+)\) \|(.*)\|$", README, re.MULTI
 def example(number):
     """The names that the README's example defines."""
     examples = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    assert len(examples) == 3  # the last is in hf.py, and tested with it
+    assert len(examples) == 4  # the third is in hf.py, and tested with it
     names = {}
     exec(examples[number], names)
     return names
@@ -42,6 +42,12 @@ def test_the_example_of_an_own_cache_runs_and_is_right():
     assert torch.allclose(names["out"].double(), expected, atol=1e-5)
     assert torch.allclose(names["lse"].double(), lse, atol=1e-5)
     assert names["key_cache"].data_ptr() == names["pool"].data_ptr()
+
+
+def test_the_plugins_lines_run_without_vllm_and_change_nothing(caplog):
+    with caplog.at_level("INFO"):
+        example(3)
+    assert "paged_attention" in caplog.text
 
 
 def test_the_readme_is_short():
