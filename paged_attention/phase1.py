@@ -34,7 +34,9 @@ def wave_states(query, key, value, mask, softcap, slopes, ones, views):
     s = batched_gemm(weights, ones.expand(items, -1, -1), views("wave_s", room, rows, 1))
     v = value()  # (items, width, aligned(head_size))
     if mask.dead is not None:
-        last = v.unflatten(0, (len(mask.dead), -1))[:, :, -mask.dead.shape[1] :]
-        last.masked_fill_(mask.dead[:, None, :, None], 0.0)  # 0 times NaN is NaN
+        # 0 times NaN is NaN. A CPU masks element by element: the fewer, the faster.
+        wide = v.view(torch.complex128) if v.is_cpu else v
+        last = wide.unflatten(0, (len(mask.dead), -1))[:, :, -mask.dead.shape[1] :]
+        last.masked_fill_(mask.dead[:, None, :, None], 0.0)
     acc = batched_gemm(weights, v, views("wave_acc", room, rows, v.shape[2]))
     return acc, s, m
