@@ -15,6 +15,10 @@ FORMATS = {
 FLOAT8S = tuple(dict.fromkeys(FORMATS.values()))
 KV_CACHE_DTYPES = ("auto", *FORMATS)
 
+# As tensors, since PyTorch 2.1 doesn't take numbers here under a dispatch mode.
+MAGNITUDE = torch.tensor(0x7F, dtype=torch.uint8, device="cpu")
+NO_BIT_14 = torch.tensor(~0x4000, dtype=torch.int16, device="cpu")
+
 
 def meaning_of(dtype, kv_cache_dtype):
     """The dtype that a cache's elements are to be read as."""
@@ -36,6 +40,6 @@ def widen(raw, meaning, half, out):
         return out.copy_(half.view(torch.float16))
     # seeeemmm -> s0eeeemmm0000000, or s11111mmm0000000 for NaN; exponents are biased by 7 in the
     # one format and by 15 in the other.
-    half.copy_(raw.view(torch.int8)).bitwise_left_shift_(7).bitwise_and_(~0x4000)
-    half.add_(raw.bitwise_and_(0x7F).eq_(0x7F), alpha=0x4000)
+    half.copy_(raw.view(torch.int8)).bitwise_left_shift_(7).bitwise_and_(NO_BIT_14)
+    half.add_(raw.bitwise_and_(MAGNITUDE).eq_(0x7F), alpha=0x4000)
     return out.copy_(half.view(torch.float16)).mul_(2.0 ** (15 - 7))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from accuracy import CHANCE, DATA, DTYPES, FLOAT32_STEP, LENGTHS, ROOT, TOKENS, errors
 
 
@@ -10,6 +11,8 @@ from accuracy import CHANCE, DATA, DTYPES, FLOAT32_STEP, LENGTHS, ROOT, TOKENS, 
 @pytest.mark.parametrize("data", DATA)
 @pytest.mark.parametrize("tokens", [64, TOKENS])
 def test_errors_are_no_larger_than_sdpas_on_the_same_data(data, tokens, dtype):
+    if dtype == "fp16" and torch.__version__.startswith("2.1."):
+        pytest.skip("scaled_dot_product_attention of this torch has no float16 on a CPU")
     ours, in_float32, sdpa = errors(data, tokens, DTYPES[dtype])
     assert ours <= CHANCE * max(sdpa, FLOAT32_STEP), (ours, sdpa)
     assert in_float32 <= CHANCE * max(sdpa, FLOAT32_STEP), (in_float32, sdpa)
