@@ -56,7 +56,11 @@ def _peaks(entry: dict) -> list[str]:
     results = _by_name(entry)
     peaks = [results.get(name, {}).get("peak_bytes") for name in COLUMNS]
     kv = f"(K, V: {human_bytes(entry['kv_bytes'])})"
-    return ["peak memory", kv, *(human_bytes(p) if p else "" for p in peaks)]
+    return [
+        f"peak memory, {entry['context']:,}",
+        kv,
+        *(human_bytes(p) if p else "" for p in peaks),
+    ]
 
 
 def _by_name(entry: dict) -> dict[str, dict]:

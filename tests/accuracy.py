@@ -155,8 +155,8 @@ An error is the root mean square over all lanes of {queries} queries, divided by
 "out fp32" is the same call with `out` in float32: what is left where the result isn't rounded to
 the inputs' dtype. Beside fp8 caches the query is float32, and SDPA is given the widened numbers.
 
-* **Longer is no worse.** Partitions of 1,024 tokens are summed each on its own and their sums
-  merged, so the error stays where it is, while SDPA's grows with the tokens.
+* **Longer is hardly worse.** Partitions of 1,024 tokens are summed each on its own and their sums
+  merged, so the error grows more slowly than SDPA's, and on most rows stays where it is.
 * **Half precision costs its own rounding**, of inputs and of the result, and nothing beside: with
   `out` in float32 an fp16 cache is as good as an fp32 one.
 * **Large logits lose what float32 can't hold of them**: a logit of 1e4 is known to 1e-3, and its
