@@ -9,7 +9,7 @@ from collections import Counter
 
 import torch
 
-from .checks import FLOATS, required_count
+from .checks import FLOATS, checked_device, required_count
 from .layouts import Geometry, cache_shapes, tokens_of
 from .partition import ceil_div
 
@@ -61,6 +61,7 @@ class PagedKVCache:
             raise TypeError(f"dtype must be float32, float16 or bfloat16, got {dtype}")
         self.layout = layout
         key_shape, value_shape = cache_shapes(self.geometry, layout, dtype)
+        device = checked_device(device)
         self._keys = torch.zeros(num_layers, *key_shape, dtype=dtype, device=device)
         self._values = torch.zeros(num_layers, *value_shape, dtype=dtype, device=device)
         num_blocks = self.geometry.num_blocks
@@ -134,8 +135,10 @@ class PagedKVCache:
         for name, tensor in (("key", key), ("value", value)):
             if not isinstance(tensor, torch.Tensor):
                 raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
-            if not tensor.is_floating_point():
-                raise TypeError(f"{name} must be floating, got {tensor.dtype}")
+            if not tensor.is_floating_point() or tensor.layout != torch.strided:
+                raise TypeError(
+                    f"{name} must be floating and dense, got {tensor.dtype}, {tensor.layout}"
+                )
             if tensor.shape != shape:
                 raise ValueError(f"{name} must be {shape}, got {tuple(tensor.shape)}")
             if tensor.device != device:

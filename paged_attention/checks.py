@@ -168,9 +168,17 @@ def checked_count(name, value, least=1):
         return None
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"{name} must be a whole number, got {value!r}")
-    if value < least:
-        raise ValueError(f"{name} must be at least {least}, got {value!r}")
+    if not least <= value < 2**63:
+        raise ValueError(f"{name} must be at least {least}, and below 2**63, got {value!r}")
     return int(value)
+
+
+def checked_device(device):
+    """A torch.device, with its index, that this PyTorch can put a tensor on."""
+    try:
+        return torch.empty(0, device=device).device
+    except (AssertionError, RuntimeError, TypeError) as error:
+        raise ValueError(f"device must be one that this PyTorch has, got {device!r}") from error
 
 
 def required_count(name, value, least=1):
@@ -187,6 +195,8 @@ def check_out(out, query, inputs):
     """
     if not isinstance(out, torch.Tensor):
         raise TypeError(f"out must be a tensor, got {type(out).__name__}")
+    if out.layout != torch.strided:
+        raise TypeError(f"out must be a dense tensor, got {out.layout}")
     if out.dtype not in (query.dtype, torch.float32):
         raise TypeError(f"out must be {query.dtype} like query, or float32, got {out.dtype}")
     if out.shape != query.shape:

@@ -85,7 +85,8 @@ def paged_attention(
                    return_lse=True. A row that sees no key: out 0, lse -inf (or the sink)
     Raises:  TypeError, ValueError: the argument, its value, and what it should be
     Numbers: float32 throughout, autocast or not (torch.set_float32_matmul_precision still has its
-             say); a partition's sum of weighted values that exceeds float32's range overflows
+             say); what exceeds float32's range overflows: a partition's sum of weighted values, or
+             a logit (NaN above, as if unseen below)
     Cost:    reads K and V of the live blocks once from the cache and twice from a copy of a wave,
              which on a CPU is small enough for its caches (2,048 tokens of 4 KV heads of 256
              lanes). On an accelerator seq_lens is read back to the host, one

@@ -30,8 +30,8 @@ def widen(raw, meaning, half, out):
 
     Args:    raw: uint8, contiguous, overwritten;  meaning: the float8 dtype that its bytes are of
              half: int16, like raw;  out: float32, of its shape
-    Cost:    on a CPU, whose e4m3 conversion in PyTorch takes ten times as long, a float16 is made
-             of the bits: the exponents of both formats fit in its own
+    Cost:    on a CPU, whose e4m3 conversion in PyTorch takes several times as long, a float16 is
+             made of the bits: the exponents of both formats fit in its own
     """
     if raw.device.type != "cpu":
         return out.copy_(raw.view(meaning))

@@ -3,7 +3,7 @@
     from paged_attention import smollm2
     from paged_attention.hf import PagedCache, kv_pool
 
-    model, tokenizer = smollm2.load()[0], smollm2.tokenizer()  # or any other of transformers
+    model, tokenizer = smollm2.load()[0], smollm2.tokenizer()  # or a Llama, Qwen, Gemma, ...
     model.set_attn_implementation("paged_attention")
     texts = ["The whale", "Call me Ishmael. Some years ago"]
     inputs = tokenizer(texts, return_tensors="pt", padding=True, padding_side="left")
@@ -17,8 +17,15 @@
 registers "paged_attention" with transformers: the attention, and its mask.
 """
 
+from collections.abc import Iterable
+
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    DynamicCache,
+    PretrainedConfig,
+)
 from transformers.cache_utils import CacheLayerMixin
 
 from .cache import PagedKVCache
@@ -29,12 +36,13 @@ def kv_pool(config, num_blocks, block_size=16, **more):
     """A PagedKVCache of the shape that a model's attention layers need.
 
     Args:    config: the model's;  more: dtype, device and layout, as PagedKVCache takes them
+    Raises:  TypeError: config isn't one of transformers; as PagedKVCache
     """
-    text = config.get_text_config(decoder=True)
+    text = _text(config)
     return PagedKVCache(
         num_blocks,
         block_size,
-        text.num_key_value_heads,
+        getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
         getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads,
         num_layers=len(_attention_layers(DynamicCache(config=config))),
         **more,
@@ -57,9 +65,13 @@ class PagedCache(DynamicCache):
     """
 
     def __init__(self, pool, config, seq_ids):
+        if not isinstance(pool, PagedKVCache):
+            raise TypeError(f"pool must be a PagedKVCache, got {pool!r}")
+        if not isinstance(seq_ids, Iterable):
+            raise TypeError(f"seq_ids must be a list, a name for each row, got {seq_ids!r}")
+        self.config = _text(config)
         super().__init__(config=config)
         self.pool, self.seq_ids = pool, list(seq_ids)
-        self.config = config.get_text_config(decoder=True)
         self.pool.extend_all(self.seq_ids, [0] * len(self.seq_ids))  # the new ones exist from now
         self.finished = [False] * len(self.seq_ids)
         self.columns = max(self.pool.seq_lens(self.seq_ids).tolist(), default=0)
@@ -149,6 +161,13 @@ class PagedLayer(CacheLayerMixin):
 
     def reorder_cache(self, beam_idx):
         """Nothing: the cache does it for all layers."""
+
+
+def _text(config):
+    """The configuration of the model's language part."""
+    if not isinstance(config, PretrainedConfig):
+        raise TypeError(f"config must be a model's configuration, got {type(config).__name__}")
+    return config.get_text_config(decoder=True)
 
 
 def _attention_layers(cache):

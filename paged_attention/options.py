@@ -91,8 +91,7 @@ def _per_head(name, value, num_heads, device):
         return None
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{name} must be a tensor, got {value!r}")
-    if not value.is_floating_point():
-        raise TypeError(f"{name} must be a floating tensor, got {value.dtype}")
+    _check_floating(name, value)
     if value.shape != (num_heads,):
         raise ValueError(f"{name} must be (num_heads,) = ({num_heads},), got {tuple(value.shape)}")
     if value.device != device:
@@ -103,8 +102,7 @@ def _per_head(name, value, num_heads, device):
 def _cache_scale(name, value, num_kv_heads, device):
     if not isinstance(value, torch.Tensor):
         return _finite(name, value)
-    if not value.is_floating_point():
-        raise TypeError(f"{name} must be a floating tensor, got {value.dtype}")
+    _check_floating(name, value)
     if value.numel() != 1 and value.shape != (num_kv_heads,):
         raise ValueError(
             f"{name} must have one element or shape ({num_kv_heads},), one per KV head, "
@@ -113,6 +111,13 @@ def _cache_scale(name, value, num_kv_heads, device):
     if value.device != device and not (value.dim() == 0 and value.device.type == "cpu"):
         raise ValueError(f"{name} must be on {device} like query, got {value.device}")
     return value.reshape(()) if value.numel() == 1 else value
+
+
+def _check_floating(name, value):
+    if not value.is_floating_point() or value.layout != torch.strided:
+        raise TypeError(
+            f"{name} must be a floating, dense tensor, got {value.dtype}, {value.layout}"
+        )
 
 
 def _finite(name, value):

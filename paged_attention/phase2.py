@@ -125,8 +125,10 @@ def _check_states(outs, lses):
     for name, tensor in (("outs", outs), ("lses", lses)):
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
-        if not tensor.is_floating_point():
-            raise TypeError(f"{name} must be floating, got {tensor.dtype}")
+        if not tensor.is_floating_point() or tensor.layout != torch.strided:
+            raise TypeError(
+                f"{name} must be floating and dense, got {tensor.dtype}, {tensor.layout}"
+            )
     if outs.dim() < 3 or outs.shape[:-1] != lses.shape:
         raise ValueError(
             f"lses must be (num_states, ..., num_heads) for outs (num_states, ..., num_heads, "

@@ -9,6 +9,7 @@ from .checks import (
     check_out,
     check_tensors,
     checked_count,
+    checked_device,
     required_count,
 )
 from .device import profile_of
@@ -80,7 +81,7 @@ def plan_decode(
     cache_shapes(Geometry(1, block_size, num_kv_heads, head_size), layout, dtype)
     check_backend(backend)
     heads = Heads(num_heads, num_kv_heads, head_size, block_size, dtype, q_len, window)
-    device = torch.empty(0, device=device).device  # with its index
+    device = checked_device(device)
     lengths = _lengths(seq_lens, num_seqs, max_seq_len)
     return DecodePlan(heads, layout, device, lengths, seq_lens is None, partition_size)
 

@@ -26,18 +26,24 @@ def run(schedule, options, inputs, layout, kv_cache_dtype, views, out, lse):
     """
     query, key_cache, value_cache, block_tables, seq_lens = inputs
     _scaled_query(schedule.heads, query, options, views)
+    lens = too_long = None
+    if schedule.static:
+        lens = views("seq_lens", schedule.num_seqs).copy_(seq_lens)
+        covered = block_tables.shape[1] * schedule.heads.block_size if key_cache.numel() else 0
+        most = min(schedule.longest, covered)
+        too_long = torch.gt(lens, most, out=views("too_long", schedule.num_seqs))
     if schedule.waves and key_cache.numel() and block_tables.numel():
         meaning = meaning_of(key_cache.dtype, kv_cache_dtype)
         if meaning.itemsize == 1:  # bytes are moved as bytes
             key_cache, value_cache = key_cache.view(torch.uint8), value_cache.view(torch.uint8)
         caches = rows_of(key_cache, value_cache, layout)
-        _phase1(schedule, options, caches, meaning, block_tables, seq_lens, views)
+        _phase1(schedule, options, caches, meaning, block_tables, lens, views)
     else:  # no tokens, or no memory that could hold any: states of nothing
         acc_s, m = all_states(schedule, views)
         acc_s.zero_()
         m.fill_(LOWEST)
     acc_s, m = _phase2(schedule, views)
-    _write_result(schedule.heads, options, acc_s, m, views, out, lse)
+    _write_result(schedule.heads, options, acc_s, m, too_long, views, out, lse)
 
 
 def all_states(schedule, views):
@@ -51,8 +57,11 @@ def _scaled_query(heads, query, options, views):
     scale of the logits, and of the keys."""
     scaled = views("query", len(query), heads.num_heads, heads.q_len, heads.lanes)
     scaled = scaled[..., : heads.head_size]
-    scaled.copy_(_by_head(query, 3)).mul_(options.scale)
-    _multiply(heads, scaled, options.k_scale, views)
+    scale, k_scale = options.scale, options.k_scale
+    if not isinstance(k_scale, torch.Tensor):  # as one number: each alone may be out of range
+        scale, k_scale = scale * k_scale, 1.0
+    scaled.copy_(_by_head(query, 3)).mul_(scale)
+    _multiply(heads, scaled, k_scale, views)
 
 
 def _by_head(tensor, rank):
@@ -72,7 +81,7 @@ def _multiply(heads, rows, scale, views):
         rows.mul_(scale)
 
 
-def _phase1(schedule, options, caches, meaning, block_tables, seq_lens, views):
+def _phase1(schedule, options, caches, meaning, block_tables, lens, views):
     """The states of all work items, into the buffers acc_s and m."""
     heads, head_size = schedule.heads, schedule.heads.head_size
     keys, values = (
@@ -86,7 +95,7 @@ def _phase1(schedule, options, caches, meaning, block_tables, seq_lens, views):
     if slopes is not None:
         slopes = views("slopes", len(slopes)).copy_(slopes).view(-1, 1, 1)
     if schedule.static:
-        block_ids, left = _follow(schedule, block_tables, seq_lens, query, views)
+        block_ids, left = _follow(schedule, block_tables, lens, views)
     else:
         columns, left = schedule.block_columns, schedule.left
         block_ids = _block_ids(schedule, block_tables, columns, views)
@@ -123,20 +132,16 @@ def _block_ids(schedule, block_tables, columns, views):
     return views("block_ids", num_blocks).copy_(ids)
 
 
-def _follow(schedule, block_tables, seq_lens, query, views):
+def _follow(schedule, block_tables, lens, views):
     """For a static schedule, whose lengths are on the device: a block past a sequence's end is
-    never followed, block 0 is read in its place, and what was read is masked. A sequence longer
-    than was planned, or than its row covers, becomes NaN: a part of it would pass for all of it.
+    never followed, block 0 is read in its place, and what was read is masked.
 
+    Args:    lens: (num_seqs,), int64, overwritten
     Returns: block_ids: (blocks,);  left: (work items,), tokens from an item's start to its
                  sequence's end
     """
     heads, num_blocks = schedule.heads, len(schedule.block_seqs)
     block_size, last_column = heads.block_size, block_tables.shape[1] - 1
-    lens = views("seq_lens", schedule.num_seqs).copy_(seq_lens)
-    most = min(schedule.longest, block_tables.shape[1] * block_size)
-    too_long = torch.gt(lens, most, out=views("too_long", len(lens)))
-    query.masked_fill_(too_long[:, None, None], torch.nan)
     columns, starts = schedule.block_columns, views("places", num_blocks)
     if heads.window is not None:  # columns are counted from the first block in sight
         first = torch.sub(
@@ -210,8 +215,9 @@ def _phase2(schedule, views):
     )
 
 
-def _write_result(heads, options, acc_s, m, views, out, lse):
-    """out = acc / s * v_scale and lse = m + ln s, or (0, -inf) where no key was seen."""
+def _write_result(heads, options, acc_s, m, too_long, views, out, lse):
+    """out = acc / s * v_scale and lse = m + ln s, or (0, -inf) where no key was seen, or NaN where
+    a sequence is too_long for its plan or its table: a part of it would pass for all of it."""
     shape = len(m), heads.num_heads, heads.q_len
     acc_s, m = acc_s.view(*shape, acc_s.shape[-1]), m.view(shape)
     acc, s = acc_s[..., : heads.head_size], acc_s[..., heads.head_size]
@@ -221,5 +227,9 @@ def _write_result(heads, options, acc_s, m, views, out, lse):
     empty = torch.eq(s, 0, out=views("empty", *shape)).unsqueeze(-1)
     result = finish(acc, s, m, None if lse is None else _by_head(lse, 2))
     _multiply(heads, result, options.v_scale, views)
-    # A scale times 0 may be NaN.
-    _by_head(out, 3).copy_(result.masked_fill_(empty, 0.0))
+    result.masked_fill_(empty, 0.0)  # a scale times 0 may be NaN
+    if too_long is not None:
+        result.masked_fill_(too_long.view(-1, 1, 1, 1), torch.nan)
+        if lse is not None:
+            lse.masked_fill_(too_long.view(-1, *[1] * (lse.dim() - 1)), torch.nan)
+    _by_head(out, 3).copy_(result)

@@ -5,6 +5,8 @@ import weakref
 
 import torch
 
+from .checks import checked_device
+
 ALIGNMENT = 64  # bytes; every buffer begins at a multiple, as torch's own allocations do
 
 
@@ -19,7 +21,7 @@ class Workspace:
     """
 
     def __init__(self, device=None):
-        self.device = None if device is None else torch.empty(0, device=device).device
+        self.device = None if device is None else checked_device(device)
         self._memory = self._views = None
 
     @property

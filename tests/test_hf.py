@@ -274,3 +274,16 @@ def test_rows_that_are_not_the_caches_are_refused(llama):
     with pytest.raises(ValueError, match="seq_ids.*a.*b.*3"):
         llama(torch.ones(3, 4, dtype=torch.long), **{CACHE: cache})
     assert cache.pool.num_free_blocks == 4
+
+
+def test_what_is_no_config_pool_or_list_of_rows_is_named(llama):
+    pool = hf.kv_pool(llama.config, 4)
+    for args, name in (
+        ((None, llama.config, ["a"]), "pool"),
+        ((pool, pool, ["a"]), "config"),
+        ((pool, llama.config, 2), "seq_ids"),
+    ):
+        with pytest.raises(TypeError, match=f"^{name} must be"):
+            hf.PagedCache(*args)
+    with pytest.raises(TypeError, match="^config must be"):
+        hf.kv_pool(llama, 8)

@@ -2,7 +2,8 @@
 
 `plain_ops.json` holds how often each op ran, by name, in version 0.1.0, before any option existed.
 It is not to be written anew because a change made the plain call dispatch something else. Whether
-an op writes in place or to another buffer that is there already is no difference.
+an op writes in place or to another buffer that is there already is no difference. (Written anew
+once: a capacity plan of no tokens looks at the lengths, so that a sequence that has some is NaN.)
 """
 
 from __future__ import annotations

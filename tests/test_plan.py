@@ -592,3 +592,50 @@ def test_a_sequence_longer_than_a_capacity_plan_can_serve_becomes_nan_and_no_oth
     assert out[0].isnan().all() and lse[0].isnan().all()
     assert_close(out[1:], right[1:])
     assert_close(lse[1:], right_lse[1:])
+
+
+@pytest.mark.parametrize("return_lse", [True, False])
+@pytest.mark.parametrize("lacking", ["columns", "blocks", "capacity"])
+def test_a_sequence_that_no_memory_could_hold_becomes_nan_too(lacking, return_lse):
+    dense, pool = batch([5, 0], "HND")
+    plan = planned("HND", num_seqs=2, max_seq_len=0 if lacking == "capacity" else 64)
+    key, value, tables, lens = pool
+    if lacking == "columns":
+        tables = tables[:, :0]
+    if lacking == "blocks":
+        key, value = key[:0], value[:0]
+    result = plan.run(dense.query, key, value, tables, lens, return_lse=return_lse)
+    for tensor in result if return_lse else [result]:
+        assert tensor[0].isnan().all() and not tensor[1].isnan().any()
+
+
+@pytest.mark.parametrize("kind", PLANS)
+def test_out_between_the_inputs_lanes_costs_no_operation(kind):
+    """A packed QKV's own memory: told apart by strides, not address by address."""
+    _, pool = batch([75, 0, 3, 200], "HND")
+    packed = torch.zeros(4, 2, HEADS, SIZE)
+    query, out = packed.unbind(1)
+    plan, workspace = planned("HND", **PLANS[kind]), Workspace()
+    plan.run(query, *pool, out=out, workspace=workspace)
+    with OpCounter() as counter:
+        plan.run(query, *pool, out=out, workspace=workspace)
+    assert counter.host_reads == 0 and counter.peak_bytes == 0
+
+
+def test_out_may_lie_between_large_tensors_and_over_no_byte_of_small_ones():
+    pool = torch.zeros(600, 3, 2, 16, 64)
+    key, value, spare = pool.unbind(1)
+    tables, lens = torch.tensor([[3, 5]], dtype=torch.int32), torch.tensor([20])
+    out = spare[7, :, 0].view(1, 2, 64)
+    paged_attention(torch.zeros(1, 2, 64), key, value, tables, lens, layout="HND", out=out)
+    wide = torch.zeros(1, 2, 64)  # the query is the upper halves of its elements
+    query = wide.view(torch.float16)[..., 1::2]
+    with pytest.raises(ValueError, match="out must not overlap query"):
+        paged_attention(query, key, value, tables, lens, layout="HND", out=wide)
+
+
+def test_scales_are_multiplied_as_numbers_before_they_meet_the_query():
+    dense, pool = batch([40], "HND")
+    plain = paged_attention(dense.query, *pool, layout="HND", scale=0.5)
+    out = paged_attention(dense.query, *pool, layout="HND", scale=0.5e30, k_scale=1e-30)
+    assert_close(out, plain.double())

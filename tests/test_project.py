@@ -345,7 +345,7 @@ def test_the_core_stays_at_about_1200_lines_of_code():
     line for each argument, and those are not counted."""
     core = CORE[: CORE.index("decode") + 1]
     lines = sum(len(code_lines(PACKAGE / f"{name}.py")) for name in core)
-    assert lines - sum(arguments(PACKAGE / f"{name}.py") for name in core) < 1250
+    assert lines - sum(arguments(PACKAGE / f"{name}.py") for name in core) < 1300
 
 
 def arguments(path):

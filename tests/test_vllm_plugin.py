@@ -535,3 +535,27 @@ def test_a_captured_graph_is_refused(monkeypatch):
     rest = 2, 1.0, tables, lens, 16, 40
     with pytest.raises(RuntimeError, match="enforce_eager"):
         ours.paged_attention_v1(torch.empty_like(query), query, key_cache, value_cache, *rest)
+
+
+def test_a_class_that_cannot_be_changed_is_a_warning_and_nothing_stays_changed(tree, log):
+    class Frozen(type):
+        def __setattr__(cls, name, value):
+            raise TypeError("frozen")
+
+    vllm = tree("corex")
+    module = importlib.import_module("vllm.attention.ops.paged_attn")
+    module.PagedAttention = Frozen("PagedAttention", (vllm.attention,), {})
+    register()
+    [(level, message)] = lines(log)
+    assert level == "WARNING" and "frozen" in message
+    assert state(vllm.ops, vllm.attention) == vllm.before
+
+
+def test_one_that_takes_v1_under_a_condition_chooses_by_itself():
+    def forward_decode(query, max_seq_len):
+        use_v1 = max_seq_len <= 8192 and query.shape[0] > 1
+        if query.shape[1] == 4:
+            use_v1 = True
+        return paged_attention_v1 if use_v1 else paged_attention_v2  # noqa: F821
+
+    assert not dispatch.always_takes_v1(forward_decode)

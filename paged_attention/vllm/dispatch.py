@@ -22,7 +22,8 @@ BLOCKSPARSE = (
 
 
 def always_takes_v1(forward_decode):
-    """Whether it calls V1 whatever the lengths are: it sets `use_v1 = True`, or knows no V2.
+    """Whether it calls V1 whatever the lengths are: it sets `use_v1 = True` in the end, under no
+    condition, or knows no V2.
 
     Told from its bytecode: a call would launch a kernel.
     """
@@ -30,11 +31,14 @@ def always_takes_v1(forward_decode):
     if "paged_attention_v1" in code.co_names and "paged_attention_v2" not in code.co_names:
         return True
     steps = list(dis.get_instructions(code))
-    last = None
+    last = store = None
     for value, step in zip(steps, steps[1:]):
         if step.opname == "STORE_FAST" and step.argval == "use_v1":
-            last = value
-    return last is not None and last.opname == "LOAD_CONST" and last.argval is True
+            last, store = value, step.offset
+    if last is None or last.opname != "LOAD_CONST" or last.argval is not True:
+        return False
+    jumps = [step for step in steps if step.opcode in {*dis.hasjrel, *dis.hasjabs}]
+    return not any(step.offset < store < step.argval for step in jumps)  # an `if` around it
 
 
 def choosing(forward_decode, ops, takes_v2):

@@ -51,14 +51,17 @@ def register():
 
 
 def unregister():
-    """Put back all that `register` replaced."""
+    """Put back all that `register` replaced; what can't be put back is a warning."""
     with _lock:
         while _kept:
             (owner, name), old = _kept.popitem()
-            if old is _MISSING:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, old)
+            try:
+                if old is _MISSING:
+                    delattr(owner, name)
+                else:
+                    setattr(owner, name, old)
+            except Exception as error:  # of any kind: the others go back, too
+                logger.warning("paged_attention leaves %s of %r: %r", name, owner, error)
 
 
 def _install(mode):
@@ -119,8 +122,8 @@ def _until_known(attention, ops, native_v2):
             native_v2(*args, **kwargs)
         except NotImplementedError as error:
             logger.info("paged_attention: paged_attention_v2 is ours, the native one: %r", error)
-            paged_attention_v2(*args, **kwargs)
             settle(paged_attention_v2)
+            paged_attention_v2(*args, **kwargs)
         else:
             settle(native_v2)
 
@@ -186,5 +189,6 @@ def _unused_v2():
 
 
 def _set(owner, name, new):
-    _kept.setdefault((owner, name), vars(owner).get(name, _MISSING))
+    old = vars(owner).get(name, _MISSING)
     setattr(owner, name, new)
+    _kept.setdefault((owner, name), old)
