@@ -1,69 +1,69 @@
 """Whether tensors share memory, so that writing into `out` changes nothing still to be read."""
 
+import numpy as np
 import torch
 
-SMALL = 1_000_000  # elements whose addresses may be listed one by one
+try:
+    from numpy.exceptions import TooHardError
+except ImportError:  # numpy before 1.25
+    from numpy import TooHardError
+
+MAX_WORK = 100_000  # candidate solutions that numpy may try: some milliseconds
+
+
+class _Addresses:
+    """A tensor's addresses, shape and strides in numpy's array protocol.
+
+    numpy compares addresses and never looks at the memory behind them. So this works on any
+    device, and where torch and numpy have no bridge (torch 2.1 beside numpy 2).
+    """
+
+    def __init__(self, tensor):
+        itemsize = tensor.element_size()
+        self.__array_interface__ = {
+            "version": 3,
+            "typestr": f"|V{itemsize}",  # raw bytes
+            "data": (tensor.data_ptr(), True),
+            "shape": tuple(tensor.shape),
+            "strides": tuple(stride * itemsize for stride in tensor.stride()),
+        }
 
 
 def overlap(a, b):
-    """Whether two tensors share a byte: told from their address ranges, then from their strides
-    (two columns of one matrix), then address by address if both are small, and taken to be so if
-    one is large."""
+    """Whether two tensors share a byte.
+
+    The answer is exact for any strides, a stride of 0 included. If numpy can't find it within
+    MAX_WORK, the two count as overlapping.
+    """
     if a.device != b.device or a.is_meta or not a.numel() or not b.numel():
         return False
-    if a.data_ptr() >= b.data_ptr() + extent(b) or b.data_ptr() >= a.data_ptr() + extent(a):
+    if a.data_ptr() >= _end(b) or b.data_ptr() >= _end(a):  # as a rule, and sooner told
         return False
-    if _take_turns(a, b):
-        return False
-    if max(a.numel(), b.numel()) > SMALL:
+    try:
+        return np.shares_memory(np.asarray(_Addresses(a)), np.asarray(_Addresses(b)), MAX_WORK)
+    except TooHardError:
         return True
-    return bool(torch.isin(byte_addresses(a), byte_addresses(b)).any())
 
 
-def _take_turns(a, b):
-    """Whether strides show that no byte is shared: both repeat with one period, and lie in
-    different parts of it."""
-    for period in {step for tensor in (a, b) for step, _ in _steps(tensor)}:
-        if any(step > period and step % period for t in (a, b) for step, _ in _steps(t)):
-            continue
-        hull_a, hull_b = (
-            t.element_size() + sum((n - 1) * step for step, n in _steps(t) if step < period)
-            for t in (a, b)
-        )
-        offset = (b.data_ptr() - a.data_ptr()) % period
-        if hull_a <= offset and offset + hull_b <= period:
-            return True
-    return False
-
-
-def _steps(tensor):
-    """(bytes from one element to the next, elements) of each dimension that has several."""
-    itemsize = tensor.element_size()
-    return [(step * itemsize, n) for step, n in zip(tensor.stride(), tensor.shape) if n > 1]
+def _end(tensor):
+    """The address past a tensor's last byte."""
+    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride()))
+    return tensor.data_ptr() + (last + 1) * tensor.element_size()
 
 
 def overlaps_itself(tensor):
-    """Whether two elements share memory, as in an expanded tensor. Usually told from strides."""
-    span = 1  # elements from the first to the last of the dimensions seen, smallest stride first
+    """Whether two elements of a tensor share memory, as they do in an expanded tensor.
+
+    Strides usually tell: each must step over all that the smaller ones reach. Where one doesn't,
+    the elements' addresses are listed.
+    """
+    span = 1  # elements from the first to the last of the dimensions seen so far
     for stride, n in sorted(zip(tensor.stride(), tensor.shape)):
         if n > 1 and stride < span:
-            addresses = byte_addresses(tensor)
-            return len(addresses.unique()) < len(addresses)
+            offsets = torch.zeros(1, dtype=torch.int64, device="cpu")
+            for length, step in zip(tensor.shape, tensor.stride()):
+                steps = step * torch.arange(length, device="cpu")
+                offsets = (offsets.unsqueeze(-1) + steps).flatten()
+            return len(offsets.unique()) < len(offsets)
         span += (n - 1) * stride
     return False
-
-
-def extent(tensor):
-    """Bytes from a tensor's first element to its last, inclusive."""
-    steps = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride()))
-    return (steps + 1) * tensor.element_size()
-
-
-def byte_addresses(tensor):
-    """Every byte address the tensor's elements occupy, as an int64 CPU tensor."""
-    itemsize = tensor.element_size()
-    byte_strides = [stride * itemsize for stride in tensor.stride()]
-    addresses = torch.tensor([tensor.data_ptr()], device="cpu")
-    for n, step in zip((*tensor.shape, itemsize), (*byte_strides, 1)):
-        addresses = (addresses.unsqueeze(-1) + step * torch.arange(n, device="cpu")).flatten()
-    return addresses
