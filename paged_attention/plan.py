@@ -196,7 +196,7 @@ class DecodePlan:
             read = dict(zip(names, inputs), workspace=next(iter(workspace.tensors()), None))
             check_out(out, query, read | vars(options))
         lse = query.new_empty(query.shape[:-1], dtype=torch.float32) if return_lse else None
-        views = workspace.views(self.schedule.buffers, self.device)
+        views = workspace.views(self.schedule.buffers, query)
         run(self.schedule, options, inputs, self.layout, kv_cache_dtype, views, out, lse)
         return (out, lse) if return_lse else out
 

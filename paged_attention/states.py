@@ -13,7 +13,7 @@ def partial_states(plan, workspace):
     """
     schedule, states = plan.schedule, []
     heads = schedule.heads
-    acc_s, m = all_states(schedule, workspace.views(schedule.buffers, plan.device))
+    acc_s, m = all_states(schedule, workspace.views(schedule.buffers, schedule.counting))
     for row, num_rows, state, num_states in schedule.segments:
         first, num_seqs = row // heads.num_rows, num_rows // heads.num_rows
         shape = num_seqs, heads.num_heads, heads.q_len, num_states

@@ -37,25 +37,43 @@ class Workspace:
         """Let go of the memory; the next call takes new one."""
         self._memory = self._views = None
 
-    def views(self, buffers, device):
+    def views(self, buffers, like):
         """Views of the memory as these buffers, remembered until ones of other sizes are asked
         for: the next layer's, and most of the next step's, are the same.
 
+        Args:    like: a tensor of the call, on the device. If a tracer made it, the views lie in
+                   memory of their own and nothing is kept, because it is the tracer's
         Raises:  ValueError: the workspace lies on another device
         """
+        device = like.device
         if self.device is None:
             self.device = device
         if self.device != device:
             raise ValueError(f"workspace must be on {device} like query, got {self.device}")
+        if is_traced(like):
+            return Views(buffers, _new_memory(buffers, device))
         views = self._views  # held here: another thread may clear the workspace
         if views is None or views.places != buffers.places:
             memory = self._memory
             if memory is None or 4 * memory.numel() < buffers.nbytes:
-                with torch.inference_mode(False):  # or it couldn't be written to outside of it
-                    memory = torch.empty(buffers.nbytes // 4, dtype=torch.float32, device=device)
+                memory = _new_memory(buffers, device)
                 self._memory = memory
             views = self._views = Views(buffers, memory)
         return views
+
+
+def _new_memory(buffers, device):
+    with torch.inference_mode(False):  # or it couldn't be written to outside of it
+        return torch.empty(buffers.nbytes // 4, dtype=torch.float32, device=device)
+
+
+def is_traced(tensor):
+    """Whether a tracer made this tensor, as FakeTensorMode, make_fx and torch.export do.
+
+    Such a tensor has no memory, or none that outlives the tracing. So what was made beside it may
+    not be kept for the next call.
+    """
+    return type(tensor) not in (torch.Tensor, torch.nn.Parameter)
 
 
 class Buffers:
@@ -67,7 +85,7 @@ class Buffers:
     def __init__(self, sizes):
         self.places, self.nbytes = {}, 0
         for name, (dtype, numel) in sizes.items():
-            self.places[name] = self.nbytes, dtype
+            self.places[name] = self.nbytes, dtype, numel
             self.nbytes += -(-numel * dtype.itemsize // ALIGNMENT) * ALIGNMENT
 
 
@@ -81,12 +99,17 @@ class Views:
         """The beginning of a buffer, contiguous, of its own dtype unless another is given."""
         view = self._made.get((name, shape, dtype))
         if view is None:
-            first_byte, own_dtype = self.places[name]
+            first_byte, own_dtype, most = self.places[name]
             typed = self._as(dtype or own_dtype)
             strides, numel = [], 1
             for n in reversed(shape):
                 strides.append(numel)
                 numel *= n
+            if numel * typed.itemsize > most * own_dtype.itemsize:
+                raise RuntimeError(
+                    f"buffer {name} was declared for {most} elements of {own_dtype}, and "
+                    f"{shape} of {typed.dtype} would overrun the next one"
+                )
             view = typed.as_strided(shape, strides[::-1], first_byte // typed.itemsize)
             self._made[name, shape, dtype] = view
         return view

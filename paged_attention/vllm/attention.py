@@ -9,7 +9,7 @@ from ..options import check_values, make_options
 from ..partition import whole_blocks
 from ..plan import DecodePlan
 from ..schedule import Heads
-from ..workspace import default_workspace
+from ..workspace import default_workspace, is_traced
 from .choice import PARTITION_SIZE, partition_size
 from .scales import cache_options
 from .states import check_scratch, write_states
@@ -158,7 +158,8 @@ def _planned(out, tensors, numbers, options, partition_size):
         # Rounded up, so that the plan serves all layers, and as many steps as a partition has.
         capacity = whole_blocks(max_seq_len, whole_blocks(partition_size, block_size))
         capacity = min(capacity, block_tables.shape[1] * block_size)
-        plan = _capacity_plan(heads, query.device, len(query), capacity, partition_size)
+        make = _capacity_plan.__wrapped__ if is_traced(query) else _capacity_plan
+        plan = make(heads, query.device, len(query), capacity, partition_size)
     workspace = default_workspace(query.device)
     return plan, (tensors, options, kv_cache_dtype, workspace, out, False)
 

@@ -87,7 +87,7 @@ def scratch(query, max_seq_len):
     partitions = ceil_div(max_seq_len, min(PARTITION_SIZE, partition_size()))
     shape = (*query.shape[:2], partitions)
     buffers = _buffers(math.prod(shape), query.shape[2], query.dtype)
-    views = _workspace(query.device).views(buffers, query.device)
+    views = _workspace(query.device).views(buffers, query)
     tmp_out = views("tmp_out", *shape, query.shape[2])
     return views("exp_sum", *shape), views("max_logits", *shape), tmp_out
 
