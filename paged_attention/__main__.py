@@ -1,6 +1,6 @@
 """`python -m paged_attention`: the ladder on this machine, as a table, a picture and its JSON.
 
-    python -m paged_attention --device cuda --context 1024,32768 --dtype fp16 --out figures/mine
+    python -m paged_attention --device cuda --context 1024,32768 --dtype fp16 --out figures/my-card
     python -m paged_attention --peers
 
 Every stage is checked against a float64 reference, then timed in turns with the others; with
@@ -19,7 +19,7 @@ from . import report
 from .arguments import LENGTHS, LONGEST, SHORT, Parser, parser_of_options, settings_of
 from .fits import USABLE, longest_context, needed_bytes
 from .ladder import StepRun, describe
-from .machine import available_bytes, device_slug
+from .machine import available_bytes
 from .measure import calibrate
 from .progress import progress_of
 from .ragged import ragged, ragged_lengths
@@ -33,11 +33,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = parser_of_options()
     options = parser.parse_args(argv)
     settings = settings_of(parser, options)
-    out = (
-        Path(options.out)
-        if options.out is not None
-        else Path("figures") / device_slug(settings.device)
-    )
+    out = Path(options.out)
     reason = report.refusal(out, FILES)
     if reason:
         parser.error(f"--out {out}: {reason}")

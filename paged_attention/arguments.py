@@ -23,6 +23,7 @@ DTYPES = {
 }
 LENGTHS = 1024, 8192, 32_768, 100_000  # contexts where none is asked for
 SHORT, LONGEST = LENGTHS[0], LENGTHS[-1]
+OUT = "figures/local"  # a user's own; git ignores it
 
 
 class Parser(argparse.ArgumentParser):
@@ -79,7 +80,7 @@ def parser_of_options() -> Parser:
         help=f"also what others do with the same data, and with a ragged batch: "
         f"{', '.join(PEERS)}",
     )
-    add("--out", metavar="DIR", help="where the files go (default: figures/<device>)")
+    add("--out", metavar="DIR", default=OUT, help=f"where the files go (default: {OUT})")
     return parser
 
 

@@ -1,6 +1,6 @@
 """A ladder as a Markdown table, the one in the README: time against length, in a few columns.
 
-python -m paged_attention.markdown figures/cpu/ladder.json
+python -m paged_attention.markdown figures/amd-epyc-avx2/ladder.json
 """
 
 from __future__ import annotations
@@ -69,5 +69,7 @@ def _by_name(entry: dict) -> dict[str, dict]:
 
 if __name__ == "__main__":
     if len(sys.argv) != 2:
-        sys.exit("python -m paged_attention.markdown takes one JSON: figures/cpu/ladder.json")
+        sys.exit(
+            "python -m paged_attention.markdown takes one JSON: figures/amd-epyc-avx2/ladder.json"
+        )
     print(table(sys.argv[1]))

@@ -72,13 +72,13 @@ def test_a_run_leaves_pictures_and_their_json_in_the_devices_folder(finished):
     folder, _ = finished
     assert files_under(folder) == [
         "figures",
-        "figures/cpu",
-        "figures/cpu/ladder.json",
-        "figures/cpu/ladder.png",
-        "figures/cpu/ladder_lengths.png",
+        "figures/local",
+        "figures/local/ladder.json",
+        "figures/local/ladder.png",
+        "figures/local/ladder_lengths.png",
     ]
     for name in ("ladder", "ladder_lengths"):
-        picture = (folder / f"figures/cpu/{name}.png").read_bytes()
+        picture = (folder / f"figures/local/{name}.png").read_bytes()
         assert picture.startswith(b"\x89PNG") and len(picture) > 20_000
 
 
@@ -104,7 +104,7 @@ def test_progress_goes_to_stderr_and_nothing_else_does(finished):
 
 
 def test_the_json_holds_samples_counts_and_where_they_come_from(finished):
-    data = json.loads((finished[0] / "figures/cpu/ladder.json").read_text())
+    data = json.loads((finished[0] / "figures/local/ladder.json").read_text())
     assert (data["kind"], data["schema"], data["interrupted"]) == ("ladder", 1, False)
     assert data["device"]["type"] == data["device"]["slug"] == "cpu"
     assert data["device"]["name"] and data["device"]["threads"] >= 1
@@ -143,13 +143,13 @@ def test_the_json_holds_samples_counts_and_where_they_come_from(finished):
 
 
 def test_the_json_names_no_path_and_no_user(finished):
-    text = (finished[0] / "figures/cpu/ladder.json").read_text()
+    text = (finished[0] / "figures/local/ladder.json").read_text()
     for secret in (str(ROOT), str(finished[0]), str(Path.home()), os.uname().nodename):
         assert secret not in text
 
 
 def test_the_table_is_made_of_the_json_alone(finished):
-    data = json.loads((finished[0] / "figures/cpu/ladder.json").read_text())
+    data = json.loads((finished[0] / "figures/local/ladder.json").read_text())
     for entry in data["contexts"]:
         assert report.table(entry) in finished[1].stdout
 
@@ -356,7 +356,7 @@ def test_a_wrong_peer_is_shown_as_such_not_timed_and_fails_the_run(
 
 
 def test_without_peers_there_are_none_and_predictions_are_there(finished):
-    data = json.loads((finished[0] / "figures/cpu/ladder.json").read_text())
+    data = json.loads((finished[0] / "figures/local/ladder.json").read_text())
     for entry in data["contexts"]:
         assert "peers" not in entry
         for bands in (*entry["predicted"].values(), entry["predicted_here"]):
@@ -483,7 +483,7 @@ def test_by_default_up_to_the_longest_that_fits_and_it_says_why(tmp_path, capsys
     monkeypatch.chdir(tmp_path)
     status, text, _ = run(capsys, "--stages", ",".join(TINY_SETTINGS.stages))
     assert status == 0
-    data = json.loads((tmp_path / "figures/cpu/ladder.json").read_text())
+    data = json.loads((tmp_path / "figures/local/ladder.json").read_text())
     longest = fits.longest_context(TINY_SETTINGS, 24_000_000, 100_000)
     assert longest >= 2 * 8192
     assert [entry["context"] for entry in data["contexts"]] == [1024, 8192, longest]
@@ -637,3 +637,33 @@ def test_the_defaults_are_the_series_workload():
     assert options.stages == [*STAGES, "paged_attention"]
     assert cli.LENGTHS == (1024, 8192, 32_768, 100_000)
     assert (cli.SHORT, cli.LONGEST) == (1024, 100_000)
+
+
+def test_a_run_with_its_defaults_touches_no_tracked_file(tmp_path):
+    """In a copy of the project, as a newcomer runs it: the tree stays clean, and the tests that
+    hold pictures and README to the committed measurements stay green."""
+
+    def git(*arguments, cwd=tmp_path):
+        command = ["git", "-c", "user.name=a", "-c", "user.email=a@b", *arguments]
+        done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=True)
+        return done.stdout
+
+    for name in git("ls-files", "-z", cwd=ROOT).split("\0")[:-1]:
+        if (ROOT / name).exists():
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_bytes((ROOT / name).read_bytes())
+    for step in (["init", "-q"], ["add", "-A"], ["commit", "-q", "-m", "a clone"]):
+        git(*step)
+    inside = {"PYTHONPATH": str(tmp_path)}
+    run = command("paged_attention", "--context", "7,64", *TINY)
+    run["env"].update(inside)
+    done = subprocess.run(**run, cwd=tmp_path, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "figures/local/ladder.png").exists()
+    assert git("status", "--porcelain") == ""
+    held = ["tests/test_figures.py", "tests/test_readme.py", "-k", "committed or beside or readme"]
+    run = command("pytest", "-q", "-p", "no:cacheprovider", *held)
+    run["env"].update(inside)
+    done = subprocess.run(**run, cwd=tmp_path, timeout=300)
+    assert done.returncode == 0, done.stdout
+    assert " passed" in done.stdout

@@ -55,11 +55,11 @@ def test_the_readme_is_short():
 
 
 def test_the_measured_table_is_what_the_ladders_json_makes(monkeypatch):
-    """After a new run: python -m paged_attention.markdown figures/cpu/ladder.json"""
+    """After a new run: python -m paged_attention.markdown figures/amd-epyc-avx2/ladder.json"""
     monkeypatch.chdir(ROOT)
-    table = markdown.table("figures/cpu/ladder.json")
+    table = markdown.table("figures/amd-epyc-avx2/ladder.json")
     assert f"\n\n{table}\n\n" in README
-    data = json.loads(Path("figures/cpu/ladder.json").read_text(encoding="utf-8"))
+    data = json.loads(Path("figures/amd-epyc-avx2/ladder.json").read_text(encoding="utf-8"))
     for entry in data["contexts"]:
         assert f"\n| {entry['context']:,} | " in table
     for words in (data["device"]["name"], f"torch {data['versions']['torch']}", "24 query heads"):
