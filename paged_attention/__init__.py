@@ -3,12 +3,12 @@
 The lessons are in `paged_attention.stages`, the measuring in `paged_attention.measure`.
 """
 
-from .cache import OutOfBlocks, PagedKVCache
-from .decode import paged_attention
-from .phase2 import merge_states
-from .plan import DecodePlan, plan_decode
-from .reference import reference_attention
-from .workspace import Workspace
+from paged_attention.cache import OutOfBlocks, PagedKVCache
+from paged_attention.kernel.decode import paged_attention
+from paged_attention.kernel.merge import merge_states
+from paged_attention.kernel.plan import DecodePlan, plan_decode
+from paged_attention.kernel.workspace import Workspace
+from paged_attention.reference import reference_attention
 
 __version__ = "0.1.0"
 

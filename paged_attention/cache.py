@@ -9,9 +9,9 @@ from collections import Counter
 
 import torch
 
-from .checks import FLOATS, checked_device, required_count
-from .layouts import Geometry, cache_shapes, tokens_of
-from .partition import ceil_div
+from paged_attention.kernel.checks import FLOATS, checked_device, required_count
+from paged_attention.kernel.layouts import Geometry, cache_shapes, tokens_of
+from paged_attention.kernel.partition import ceil_div
 
 
 class OutOfBlocks(RuntimeError):

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import torch
 
-from .layouts import Geometry, cache_shapes, pack, tokens_of
-from .partition import ceil_div
+from paged_attention.kernel.layouts import Geometry, cache_shapes, pack, tokens_of
+from paged_attention.kernel.partition import ceil_div
 
 
 class Inputs(NamedTuple):

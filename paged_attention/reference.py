@@ -7,10 +7,10 @@ defined, and every option is applied in the order it is defined.
 
 import torch
 
-from .checks import check_block_ids, check_lengths, check_tensors
-from .fp8 import meaning_of
-from .layouts import unpack
-from .options import check_values, make_options
+from paged_attention.kernel.checks import check_block_ids, check_lengths, check_tensors
+from paged_attention.kernel.fp8 import meaning_of
+from paged_attention.kernel.layouts import unpack
+from paged_attention.kernel.options import check_values, make_options
 
 
 def reference_attention(

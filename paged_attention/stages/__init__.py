@@ -17,12 +17,12 @@ Raises:  IndexError: from PyTorch, when a live table entry lies past the pool's 
          check nothing themselves, and a negative entry wraps around; `paged_attention` checks.
 """
 
-from .batched_gather import batched_gather
-from .fused_phase2 import fused_phase2
-from .gqa_broadcast import gqa_broadcast
-from .naive_loops import naive_loops
-from .single_bmm import single_bmm
-from .single_tile import single_tile
+from paged_attention.stages.batched_gather import batched_gather
+from paged_attention.stages.fused_phase2 import fused_phase2
+from paged_attention.stages.gqa_broadcast import gqa_broadcast
+from paged_attention.stages.naive_loops import naive_loops
+from paged_attention.stages.single_bmm import single_bmm
+from paged_attention.stages.single_tile import single_tile
 
 STAGES = {
     "naive_loops": naive_loops,

@@ -7,11 +7,11 @@ build of vLLM has none. Nothing of vLLM is imported until the plugin is asked to
     scales.py     kv_cache_dtype, k_scale, v_scale
 """
 
-from .attention import paged_attention_v1, paged_attention_v2
-from .choice import takes_v2, upstream_takes_v2
-from .plugin import register, unregister
-from .states import merge_attn_states
-from .writes import reshape_and_cache
+from paged_attention.vllm.attention import paged_attention_v1, paged_attention_v2
+from paged_attention.vllm.choice import takes_v2, upstream_takes_v2
+from paged_attention.vllm.plugin import register, unregister
+from paged_attention.vllm.states import merge_attn_states
+from paged_attention.vllm.writes import reshape_and_cache
 
 __all__ = [
     "merge_attn_states",

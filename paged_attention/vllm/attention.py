@@ -4,15 +4,20 @@ import functools
 
 import torch
 
-from ..checks import check_block_ids, check_lengths, check_tensors, required_count
-from ..options import check_values, make_options
-from ..partition import whole_blocks
-from ..plan import DecodePlan
-from ..schedule import Heads
-from ..workspace import default_workspace, is_traced
-from .choice import PARTITION_SIZE, partition_size
-from .scales import cache_options
-from .states import check_scratch, write_states
+from paged_attention.kernel.checks import (
+    check_block_ids,
+    check_lengths,
+    check_tensors,
+    required_count,
+)
+from paged_attention.kernel.options import check_values, make_options
+from paged_attention.kernel.partition import whole_blocks
+from paged_attention.kernel.plan import DecodePlan
+from paged_attention.kernel.schedule import Heads
+from paged_attention.kernel.workspace import default_workspace, is_traced
+from paged_attention.vllm.choice import PARTITION_SIZE, partition_size
+from paged_attention.vllm.scales import cache_options
+from paged_attention.vllm.states import check_scratch, write_states
 
 
 def paged_attention_v1(

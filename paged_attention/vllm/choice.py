@@ -2,7 +2,7 @@
 
 import os
 
-from ..partition import ceil_div
+from paged_attention.kernel.partition import ceil_div
 
 PARTITION_SIZE = 512  # tokens; vLLM compiles it in and passes it to nobody
 V2_MIN_LEN = 8192  # tokens; where upstream's V1 runs out of shared memory for its logits

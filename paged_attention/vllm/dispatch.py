@@ -8,9 +8,9 @@ import threading
 
 import torch
 
-from ..partition import ceil_div
-from ..workspace import Buffers, Workspace
-from .choice import PARTITION_SIZE, partition_size
+from paged_attention.kernel.partition import ceil_div
+from paged_attention.kernel.workspace import Buffers, Workspace
+from paged_attention.vllm.choice import PARTITION_SIZE, partition_size
 
 # What forward_decode is given and the operations want, in the operations' order.
 BEFORE = "query key_cache value_cache num_kv_heads scale block_tables seq_lens".split()

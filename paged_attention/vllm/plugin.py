@@ -15,10 +15,10 @@ from importlib import import_module
 
 import torch
 
-from .attention import paged_attention_v1, paged_attention_v2
-from .choice import partition_size, takes_v2, upstream_takes_v2, v2_min_len
-from .dispatch import always_takes_v1, choosing
-from .writes import reshape_and_cache
+from paged_attention.vllm.attention import paged_attention_v1, paged_attention_v2
+from paged_attention.vllm.choice import partition_size, takes_v2, upstream_takes_v2, v2_min_len
+from paged_attention.vllm.dispatch import always_takes_v1, choosing
+from paged_attention.vllm.writes import reshape_and_cache
 
 logger = logging.getLogger("vllm.plugins.paged_attention")  # vLLM shows what is below "vllm"
 

@@ -5,9 +5,9 @@ Ours is (m, s, acc), unnormalised; vLLM's max_logits is m, its exp_sums s, its t
 
 import torch
 
-from ..partition import ceil_div
-from ..phase2 import merge_states
-from ..states import partial_states
+from paged_attention.kernel.merge import merge_states
+from paged_attention.kernel.partition import ceil_div
+from paged_attention.kernel.states import partial_states
 
 
 def check_scratch(exp_sum, max_logits, tmp_out, out, max_seq_len, partition_size):

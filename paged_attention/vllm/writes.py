@@ -4,10 +4,10 @@ from numbers import Real
 
 import torch
 
-from ..checks import INTS, cache_geometry, check_cache_dtypes
-from ..fp8 import meaning_of
-from ..layouts import tokens_of
-from .scales import cache_options
+from paged_attention.kernel.checks import INTS, cache_geometry, check_cache_dtypes
+from paged_attention.kernel.fp8 import meaning_of
+from paged_attention.kernel.layouts import tokens_of
+from paged_attention.vllm.scales import cache_options
 
 
 @torch.no_grad()

@@ -1,0 +1,34 @@
+"""What a call costs, measured: its time, its operations, its memory, and this machine."""
+
+from paged_attention.measure.calibration import calibrate
+from paged_attention.measure.comparison import compare
+from paged_attention.measure.counting import Counts, OpCounter, count
+from paged_attention.measure.machine import device_name
+from paged_attention.measure.memory import allocator_peak_bytes, profiler_peak_bytes
+from paged_attention.measure.profiling import breakdown
+from paged_attention.measure.timing import Measurement, Trial, in_turns, interleaved, measure
+from paged_attention.measure.units import human_bytes, human_seconds
+from paged_attention.measure.yardstick import Floor, FloorReader, floor, kv_bytes
+
+__all__ = [
+    "Counts",
+    "Floor",
+    "FloorReader",
+    "Measurement",
+    "OpCounter",
+    "Trial",
+    "allocator_peak_bytes",
+    "breakdown",
+    "calibrate",
+    "compare",
+    "count",
+    "device_name",
+    "floor",
+    "human_bytes",
+    "human_seconds",
+    "in_turns",
+    "interleaved",
+    "kv_bytes",
+    "measure",
+    "profiler_peak_bytes",
+]

@@ -1,0 +1,39 @@
+"""Pictures for the notebooks: of measurements (`curves`), of ideas and of a pool."""
+
+from paged_attention.plots.curves import (
+    draw_breakdown,
+    draw_costs,
+    draw_floor,
+    draw_lines,
+    draw_weights,
+)
+from paged_attention.plots.ideas import (
+    draw_addresses,
+    draw_cells,
+    draw_groups,
+    draw_padding,
+    draw_partitions,
+    draw_path,
+    draw_steps,
+    draw_waves,
+)
+from paged_attention.plots.pool import draw_history, draw_mass, draw_pool
+
+__all__ = [
+    "draw_addresses",
+    "draw_breakdown",
+    "draw_cells",
+    "draw_costs",
+    "draw_floor",
+    "draw_groups",
+    "draw_history",
+    "draw_lines",
+    "draw_mass",
+    "draw_padding",
+    "draw_partitions",
+    "draw_path",
+    "draw_pool",
+    "draw_steps",
+    "draw_waves",
+    "draw_weights",
+]

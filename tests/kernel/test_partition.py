@@ -1,0 +1,102 @@
+"""How a batch is cut, in integers: every token once, nobody's cut anybody else's business."""
+
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paged_attention.kernel.device import (
+    AMORTISED,
+    OPS_PER_WAVE,
+    PROFILES,
+    profile_from_properties,
+    profile_of,
+)
+from paged_attention.kernel.partition import (
+    even_shares,
+    grid_size,
+    waves,
+    whole_blocks,
+    work_items,
+)
+
+pytestmark = pytest.mark.quick
+
+lengths = st.lists(st.integers(0, 5000), max_size=8)
+sizes = st.tuples(st.integers(1, 2000), st.sampled_from([1, 3, 8, 16, 100]))
+
+
+@given(lens=lengths, size=sizes)
+def test_partitions_cover_each_sequence_exactly_in_whole_blocks(lens, size):
+    block_size = size[1]
+    partition_size = whole_blocks(*size)
+    items = work_items(lens, partition_size, block_size)
+    for seq, seq_len in enumerate(lens):
+        mine = [item for item in items if item.seq == seq]
+        end = 0
+        for item in mine:
+            assert item.start == end and item.width % block_size == 0
+            assert 0 < item.width <= partition_size
+            end = item.start + item.width
+        assert 0 <= end - seq_len < block_size  # none at all for an empty one
+        assert all(item.width == partition_size for item in mine[:-1])
+
+
+@given(lens=lengths, size=sizes)
+def test_a_sequence_is_cut_as_if_it_were_alone(lens, size):
+    partition_size, block_size = whole_blocks(*size), size[1]
+    items = work_items(lens, partition_size, block_size)
+    for seq, seq_len in enumerate(lens):
+        alone = work_items([seq_len], partition_size, block_size)
+        assert [i[1:] for i in items if i.seq == seq] == [i[1:] for i in alone]
+
+
+@given(lens=lengths, size=sizes, wave_tokens=st.integers(1, 10_000))
+def test_waves_hold_every_item_once_of_one_width_and_within_the_budget(lens, size, wave_tokens):
+    items = work_items(lens, whole_blocks(*size), size[1])
+    cut = waves(items, wave_tokens)
+    assert sorted(item for wave in cut for item in wave) == items
+    for wave in cut:
+        assert len({item.width for item in wave}) == 1
+        assert len(wave) == 1 or len(wave) * wave[0].width <= wave_tokens
+
+
+def test_a_wave_is_never_larger_than_its_budget_because_waves_are_even():
+    items = work_items([18], 6, 6)  # three items, of which a budget of 10 allows one at a time
+    assert [len(wave) for wave in waves(items, 10)] == [1, 1, 1]
+
+
+@given(tiles=st.integers(0, 500), workers=st.integers(1, 200))
+def test_shares_are_even(tiles, workers):
+    shares = even_shares(tiles, workers)
+    assert [tile for first, end in shares for tile in range(first, end)] == list(range(tiles))
+    assert len(shares) == min(tiles, workers)
+    counts = [end - first for first, end in shares]
+    assert counts == sorted(counts, reverse=True) and max(counts, default=0) - 1 <= min(
+        counts, default=0
+    )
+
+
+def test_cubs_grid_on_16_multiprocessors_that_hold_two_blocks_each_is_160():
+    assert grid_size(10_000, sm_count=16, sm_occupancy=2) == 160
+    assert grid_size(100, sm_count=16, sm_occupancy=2) == 100
+
+
+def test_on_a_gpu_a_waves_bytes_take_ten_times_its_launches():
+    for name in ("BI-V100", "H200"):
+        profile = PROFILES[name]
+        launches = OPS_PER_WAVE * profile.op_cost.high
+        assert 2 * profile.wave_bytes / profile.bandwidth.high == pytest.approx(
+            AMORTISED * launches
+        )
+    assert PROFILES["cpu"].wave_bytes == 2048 * 4 * 256 * 4
+    assert profile_of("cpu") is profile_of("meta") is PROFILES["cpu"]
+
+
+def test_a_profile_is_read_from_cudas_properties():
+    unknown = SimpleNamespace(name="A card", multi_processor_count=28)
+    profile = profile_from_properties(unknown)
+    assert profile.num_sms.high == 28 and "assumed" in profile.bandwidth.source
+    known = SimpleNamespace(**vars(unknown), memory_clock_rate=1_000_000, memory_bus_width=256)
+    assert profile_from_properties(known).bandwidth.high == 64e9
