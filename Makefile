@@ -40,21 +40,22 @@ make_venv = @$(1)/bin/pip --version >/dev/null 2>&1 || { \
 		echo "$(1) is there already and is no virtual environment" >&2; exit 1; fi; \
 	$(PYTHON) -m venv --clear "$(1)"; }
 
-define ruff
+define lint
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
+	$(PY) -m basedpyright
 endef
 
 help:
 	@echo "make run          the ladder of stages, timed on this machine (options: ARGS=...)"
-	@echo "make test         ruff, unit tests, every notebook re-run and compared"
+	@echo "make test         ruff, types, unit tests, every notebook re-run and compared"
 	@echo "make test-model   a real model on longer texts than make test has; takes minutes"
 	@echo "make fuzz         ten minutes of random decode steps against float64, other ones each time"
 	@echo "make accuracy     write docs/accuracy.md: errors against float64 beside SDPA's"
 	@echo "make lab          open the notebooks in JupyterLab"
 	@echo "make notebooks    re-run the notebooks from top to bottom and store what they print"
 	@echo "make figures      redraw every figure from the JSON beside it"
-	@echo "make lint         ruff check and format"
+	@echo "make lint         ruff check and format, and the type checker"
 	@echo "make test-oldest  unit tests on torch 2.1.2 and numpy 1 (a large download)"
 	@echo "make test-vllm    the plugin in vLLM's own wheels, on a CPU (a large download)"
 	@echo "make clean        remove .venv, .venv-oldest, .venv-vllm-* and caches"
@@ -65,8 +66,8 @@ run: $(READY)
 	@$(PY) -m paged_attention $(ARGS)
 
 test: $(READY)
-	$(call need,torch numpy matplotlib tqdm ipykernel pytest xdist hypothesis nbval nbconvert yaml ruff)
-	$(ruff)
+	$(call need,torch numpy matplotlib tqdm ipykernel pytest xdist hypothesis nbval nbconvert yaml ruff basedpyright)
+	$(lint)
 	$(PY) -m pytest -n 2 --dist loadfile --nbval --nbval-current-env tests notebooks
 
 test-model: $(READY)
@@ -82,8 +83,8 @@ accuracy: $(READY)
 	$(PY) tests/tools/accuracy.py
 
 lint: $(READY)
-	$(call need,ruff)
-	$(ruff)
+	$(call need,ruff basedpyright)
+	$(lint)
 
 lab: $(READY)
 	$(call need,torch numpy matplotlib tqdm jupyterlab)
