@@ -14,7 +14,7 @@ from collections.abc import Mapping
 
 import torch
 
-from paged_attention.kernel.device import DeviceProfile, Figure, profile_of
+from paged_attention.cost.profiles import DeviceProfile, Figure, profile_of
 from paged_attention.measure.machine import device_name
 from paged_attention.measure.timing import Measurement, interleaved
 from paged_attention.measure.yardstick import FloorReader

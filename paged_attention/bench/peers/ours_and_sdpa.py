@@ -22,9 +22,8 @@ from torch.nn import functional
 
 from paged_attention.bench.peers import flex as flex_paged
 from paged_attention.bench.peers import vllm_cpu
-from paged_attention.inputs import Inputs
+from paged_attention.inputs import Inputs, pack, unpack
 from paged_attention.kernel.decode import paged_attention
-from paged_attention.kernel.layouts import pack, unpack
 from paged_attention.kernel.partition import ceil_div
 from paged_attention.kernel.workspace import Workspace
 from paged_attention.measure.counting import count
