@@ -84,10 +84,10 @@ def _check_query(query: Tensor, geometry: Geometry) -> None:
         refuse("query", "of a q_len of at least 1", got)
     num_heads, head_size = got[-2:]
     if head_size != geometry.head_size:
-        refuse("query", f"of head_size {geometry.head_size} like key_cache", head_size)
+        refuse("query's head_size", f"key_cache's, {geometry.head_size}", head_size)
     if num_heads < 1 or num_heads % geometry.num_kv_heads:
-        rule = f"of a num_heads that is a multiple of the cache's {geometry.num_kv_heads}"
-        refuse("query", f"{rule} num_kv_heads", num_heads)
+        rule = f"a multiple of the cache's num_kv_heads, {geometry.num_kv_heads}"
+        refuse("query's num_heads", rule, num_heads)
 
 
 def lengths_on_host(call: Call, max_seq_len: int | None) -> list[int]:
