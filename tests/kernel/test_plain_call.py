@@ -59,3 +59,12 @@ def test_an_option_that_asks_for_nothing_costs_nothing(batch, layout):
         right = ops_of_a_run(inputs, layout, lengths)
         for name, option in NOTHING.items():
             assert ops_of_a_run(inputs, layout, lengths, **option) == right, (name, lengths)
+
+
+@in_each_layout
+def test_a_number_for_a_scale_costs_one_operation_at_most(layout):
+    """k_scale is multiplied into the scale of the logits, v_scale into the result."""
+    inputs = random_inputs([75, 200], **SIZES, layout=layout)
+    plain = ops_of_a_call(inputs, layout)
+    assert ops_of_a_call(inputs, layout, scale=0.5, k_scale=0.25) == plain
+    assert sum(ops_of_a_call(inputs, layout, v_scale=2.0).values()) == sum(plain.values()) + 1
