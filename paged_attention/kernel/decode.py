@@ -91,6 +91,7 @@ def paged_attention(
              `plan_decode`
     Source:  vLLM attention_kernels.cuh, paged_attention_v2 (partitions of 512 tokens)
     Example: one sequence of 5 tokens in two blocks of 4. A query of 0 weighs all tokens equally.
+        >>> import torch
         >>> pool = torch.arange(8.0).view(2, 1, 4, 1).expand(2, 1, 4, 16)  # (blocks, heads, 4, 16)
         >>> tables, lens = torch.tensor([[1, 0]]), torch.tensor([5])
         >>> out = paged_attention(torch.zeros(1, 2, 16), pool, pool, tables, lens, layout="HND")
