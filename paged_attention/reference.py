@@ -42,6 +42,13 @@ def reference_attention(
              key has out 0 and lse -inf (or the sink)
     Raises:  TypeError, ValueError: the argument, its value, and what it should be
     Cost:    a float64 copy of one sequence's K and V at a time. It is for judging, not for use
+    Example: as `paged_attention`'s
+        >>> pool = torch.arange(8.0).view(2, 1, 4, 1).expand(2, 1, 4, 16)
+        >>> tables, lens = torch.tensor([[1, 0]]), torch.tensor([5])
+        >>> step = torch.zeros(1, 2, 16), pool, pool, tables, lens
+        >>> out, lse = reference_attention(*step, layout="HND")
+        >>> out[0, :, 0].tolist(), lse[0].exp().round().tolist()
+        ([4.4, 4.4], [5.0, 5.0])
     """
     inputs = Inputs(query, key_cache, value_cache, block_tables, seq_lens)
     options = Options(scale, k_scale, v_scale, alibi_slopes, window, softcap, sinks, causal)

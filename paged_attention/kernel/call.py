@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .checks import FLOATS, INTS, refuse, require_tensor
+from .checks import FLOATS, INTS, refuse, require_tensor, required_count
 from .layouts import Geometry, cache_geometry, check_cache_dtypes, resolve_layout
 from .options import Options, check_option_values, checked_options
 from .partition import ceil_div, first_needed
@@ -136,3 +136,20 @@ def check_values(call: Call, lengths: list[int]) -> None:
             f"blocks (sequence {seq}, column {column}), so reading it would read memory that is "
             f"not the sequence's own"
         )
+
+
+def planned_lengths(seq_lens: object, num_seqs: int | None, max_seq_len: int | None) -> list[int]:
+    """The lengths of an exact plan, checked."""
+    if isinstance(seq_lens, Tensor):
+        if not seq_lens.is_cpu:
+            refuse("seq_lens", "on the CPU for a plan", seq_lens.device)
+        seq_lens = seq_lens.tolist()
+    if not isinstance(seq_lens, (list, tuple)):
+        refuse("seq_lens", "a list or a CPU tensor", repr(seq_lens), TypeError)
+    lengths = [required_count(f"seq_lens[{i}]", n, least=0) for i, n in enumerate(seq_lens)]
+    if num_seqs not in (None, len(lengths)):
+        refuse("num_seqs", f"{len(lengths)} like seq_lens", repr(num_seqs))
+    longest = max(lengths, default=0)
+    if max_seq_len is not None and required_count("max_seq_len", max_seq_len, 0) < longest:
+        refuse("max_seq_len", f"at least the longest sequence, {longest}", max_seq_len)
+    return lengths

@@ -90,6 +90,13 @@ def paged_attention(
              and the cost follows max_seq_len. A step with many layers is planned once, with
              `plan_decode`
     Source:  vLLM attention_kernels.cuh, paged_attention_v2 (partitions of 512 tokens)
+    Example: one sequence of 5 tokens in two blocks of 4. A query of 0 weighs all tokens equally.
+        >>> import torch
+        >>> pool = torch.arange(8.0).view(2, 1, 4, 1).expand(2, 1, 4, 16)  # (blocks, heads, 4, 16)
+        >>> tables, lens = torch.tensor([[1, 0]]), torch.tensor([5])
+        >>> out = paged_attention(torch.zeros(1, 2, 16), pool, pool, tables, lens, layout="HND")
+        >>> out[0, :, 0]  # the mean of 4, 5, 6, 7 in block 1 and of 0 in block 0
+        tensor([4.4000, 4.4000])
     """
     inputs = Inputs(query, key_cache, value_cache, block_tables, seq_lens)
     options = Options(scale, k_scale, v_scale, alibi_slopes, window, softcap, sinks, causal)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .call import Call, Inputs, check_call
+from .call import Call, Inputs, check_call, planned_lengths
 from .checks import (
     FLOATS,
     check_backend,
@@ -69,6 +69,13 @@ def plan_decode(
     Raises:  TypeError, ValueError: the argument, its value, and what it should be
     Cost:    host work in proportion to the partitions, and a copy of some numbers for each of them
              to the device, without a synchronisation
+    Example: a plan for two sequences, whose `run` then serves every layer of the step.
+        >>> sizes = {"num_heads": 8, "num_kv_heads": 2, "head_size": 64, "block_size": 16}
+        >>> plan = plan_decode(**sizes, layout="HND", seq_lens=[3000, 40])
+        >>> [(wave.num_items, wave.width) for wave in plan.schedule.waves]
+        [(2, 1024), (1, 960), (1, 48)]
+        >>> plan.partition_size, plan.workspace_bytes
+        (1024, 1223552)
     """
     shape = StepShape(
         required_count("num_heads", num_heads),
@@ -88,7 +95,7 @@ def plan_decode(
     check_backend(backend)
     device = checked_device(device)
     if seq_lens is not None:
-        lengths = _lengths(seq_lens, num_seqs, max_seq_len)
+        lengths = planned_lengths(seq_lens, num_seqs, max_seq_len)
         return DecodePlan.exact(shape, layout, device, lengths, partition_size)
     if num_seqs is None or max_seq_len is None:
         given = f"{num_seqs!r} and {max_seq_len!r}"
@@ -96,23 +103,6 @@ def plan_decode(
     max_seq_len = required_count("max_seq_len", max_seq_len, least=0)
     num_seqs = required_count("num_seqs", num_seqs, least=0)
     return DecodePlan.capacity(shape, layout, device, num_seqs, max_seq_len, partition_size)
-
-
-def _lengths(seq_lens: object, num_seqs: int | None, max_seq_len: int | None) -> list[int]:
-    """The lengths of an exact plan, checked."""
-    if isinstance(seq_lens, Tensor):
-        if not seq_lens.is_cpu:
-            refuse("seq_lens", "on the CPU for a plan", seq_lens.device)
-        seq_lens = seq_lens.tolist()
-    if not isinstance(seq_lens, (list, tuple)):
-        refuse("seq_lens", "a list or a CPU tensor", repr(seq_lens), TypeError)
-    lengths = [required_count(f"seq_lens[{i}]", n, least=0) for i, n in enumerate(seq_lens)]
-    if num_seqs not in (None, len(lengths)):
-        refuse("num_seqs", f"{len(lengths)} like seq_lens", repr(num_seqs))
-    longest = max(lengths, default=0)
-    if max_seq_len is not None and required_count("max_seq_len", max_seq_len, 0) < longest:
-        refuse("max_seq_len", f"at least the longest sequence, {longest}", max_seq_len)
-    return lengths
 
 
 class DecodePlan:

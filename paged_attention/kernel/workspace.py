@@ -88,6 +88,16 @@ class Workspace:
     streams of a CUDA device, need one each.
 
     Args:    device: where it lies. None: the device of the first plan that it serves
+    Example:
+        >>> from paged_attention import plan_decode
+        >>> sizes = {"num_heads": 8, "num_kv_heads": 2, "head_size": 64, "block_size": 16}
+        >>> plan, workspace = plan_decode(**sizes, layout="HND", seq_lens=[40]), Workspace()
+        >>> pool, lens = torch.zeros(9, 2, 16, 64), torch.tensor([40])
+        >>> call = torch.zeros(1, 8, 64), pool, pool, torch.tensor([[7, 2, 5]]), lens
+        >>> for layer in range(3):
+        ...     out = plan.run(*call, workspace=workspace)
+        >>> workspace.nbytes == plan.workspace_bytes
+        True
     """
 
     def __init__(self, device=None) -> None:
