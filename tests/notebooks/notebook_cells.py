@@ -76,7 +76,7 @@ def notebook_of(*cells) -> dict:
 
 CHECKS = {"check", "check_fails"}
 LESSON = CHECKS | {"show_diff", "exercise"}
-PRINTERS = {"print", "display", "pprint", "write"}  # write: sys.stdout.write
+PRINTERS = {"print", "display", "pprint"}
 
 
 def called(node: ast.AST) -> str | None:
