@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from paged_attention.kernel.layouts import Geometry, cache_shapes, pack, tokens_of
+from paged_attention.kernel.layouts import Geometry, cache_shapes, tokens_of
 from paged_attention.kernel.partition import ceil_div
 
 
@@ -156,3 +156,32 @@ def paged_inputs(
     key_cache, value_cache = pack(in_blocks(key), in_blocks(value), layout)
     lens = torch.tensor([num_tokens], dtype=torch.int32)
     return Inputs(query, key_cache, value_cache, table, lens)
+
+
+def pack(key: torch.Tensor, value: torch.Tensor, layout: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Blocks of plain keys and values, laid out as a cache.
+
+    Args:    key, value: (num_blocks, block_size, num_kv_heads, head_size), same dtype
+             layout: "vllm", "HND" or "NHD"
+    Returns: (key_cache, value_cache), contiguous, freshly allocated. `unpack` gives the same
+             bits back
+    Raises:  ValueError: as layouts.cache_shapes
+    """
+    key_shape, value_shape = cache_shapes(Geometry(*key.shape), layout, key.dtype)
+    caches = key.new_empty(key_shape), value.new_empty(value_shape)
+    key_tokens, value_tokens = tokens_of(*caches, layout)
+    key_tokens.copy_(key.reshape(key_tokens.shape))
+    value_tokens.copy_(value)
+    return caches
+
+
+def unpack(
+    key_cache: torch.Tensor, value_cache: torch.Tensor, layout: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The inverse of `pack`.
+
+    Returns: (key, value), each (num_blocks, block_size, num_kv_heads, head_size). They are views
+             where the layout allows it, and copies otherwise
+    """
+    key, value = tokens_of(key_cache, value_cache, layout)
+    return key.flatten(3), value

@@ -2,32 +2,34 @@
 
 Read it in the order of the data:
 
-    decode -> plan -> schedule -> execute -> phase1 -> phase2
+    decode.py     paged_attention: the arguments, a plan, a run
+    call.py       the arguments, checked           (layouts.py, options.py, checks.py, aliasing.py)
+    plan.py       plan_decode: a step planned once for all layers
+    schedule.py   lengths -> waves and segments    (partition.py, shape.py, device.py)
+    step.py       every buffer, declared           (workspace.py: the memory they lie in)
+    execute.py    a run: scale the query, Phase 1, Phase 2, write the result
+    phase1.py     a wave at a time: gather K, logits, softmax, gather V, states
+                                                   (gather.py, fp8.py, mask.py)
+    phase2.py     the states of a sequence -> one  (merge.py: the algebra; gemm.py)
 """
 
-from paged_attention.kernel.decode import paged_attention
-from paged_attention.kernel.layouts import pack, unpack
-from paged_attention.kernel.merge import merge_states
-from paged_attention.kernel.partition import ceil_div, even_shares, grid_size, waves, work_items
-from paged_attention.kernel.phase1 import wave_states
-from paged_attention.kernel.plan import PARTITION_SIZE, DecodePlan, plan_decode
-from paged_attention.kernel.states import partial_states
-from paged_attention.kernel.workspace import Workspace
+from .decode import paged_attention
+from .merge import merge_states
+from .partition import ceil_div, even_shares, waves, work_items
+from .phase1 import phase1
+from .plan import PARTITION_SIZE, DecodePlan, plan_decode
+from .workspace import Workspace
 
 __all__ = [
-    "DecodePlan",
     "PARTITION_SIZE",
+    "DecodePlan",
     "Workspace",
     "ceil_div",
     "even_shares",
-    "grid_size",
     "merge_states",
-    "pack",
     "paged_attention",
-    "partial_states",
+    "phase1",
     "plan_decode",
-    "unpack",
-    "wave_states",
     "waves",
     "work_items",
 ]

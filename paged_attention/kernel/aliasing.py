@@ -1,14 +1,13 @@
 """Whether tensors share memory, so that writing into `out` changes nothing still to be read."""
 
-import numpy as np
+from typing import Any
+
+import numpy
 import torch
+from torch import Tensor
 
-try:
-    from numpy.exceptions import TooHardError
-except ImportError:  # numpy before 1.25
-    from numpy import TooHardError
-
-MAX_WORK = 100_000  # candidate solutions that numpy may try: some milliseconds
+MAX_WORK = 100_000  # candidate solutions that numpy may try, which takes some milliseconds
+shares_memory: Any = numpy.shares_memory  # its type hints know no limit but two
 
 
 class _Addresses:
@@ -18,7 +17,7 @@ class _Addresses:
     device, and where torch and numpy have no bridge (torch 2.1 beside numpy 2).
     """
 
-    def __init__(self, tensor):
+    def __init__(self, tensor: Tensor) -> None:
         itemsize = tensor.element_size()
         self.__array_interface__ = {
             "version": 3,
@@ -29,7 +28,7 @@ class _Addresses:
         }
 
 
-def overlap(a, b):
+def overlap(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors share a byte.
 
     The answer is exact for any strides, a stride of 0 included. If numpy can't find it within
@@ -37,21 +36,21 @@ def overlap(a, b):
     """
     if a.device != b.device or a.is_meta or not a.numel() or not b.numel():
         return False
-    if a.data_ptr() >= _end(b) or b.data_ptr() >= _end(a):  # as a rule, and sooner told
+    if a.data_ptr() >= _end(b) or b.data_ptr() >= _end(a):  # the usual case, told sooner
         return False
     try:
-        return np.shares_memory(np.asarray(_Addresses(a)), np.asarray(_Addresses(b)), MAX_WORK)
-    except TooHardError:
+        return shares_memory(numpy.asarray(_Addresses(a)), numpy.asarray(_Addresses(b)), MAX_WORK)
+    except RuntimeError:  # numpy's TooHardError, which has stood in two places
         return True
 
 
-def _end(tensor):
+def _end(tensor: Tensor) -> int:
     """The address past a tensor's last byte."""
     last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride()))
     return tensor.data_ptr() + (last + 1) * tensor.element_size()
 
 
-def overlaps_itself(tensor):
+def overlaps_itself(tensor: Tensor) -> bool:
     """Whether two elements of a tensor share memory, as they do in an expanded tensor.
 
     Strides usually tell: each must step over all that the smaller ones reach. Where one doesn't,

@@ -1,127 +1,120 @@
-"""The kernel: decode attention over a paged KV cache, checked, planned, and run.
+"""The kernel: decode attention over a paged KV cache, checked, planned and run.
 
-checks -> plan: partitions, waves, buffers -> Phase 1 in waves -> Phase 2
+check_call -> DecodePlan (waves, segments, buffers) -> execute: phase1 in waves, phase2
 """
 
-from paged_attention.kernel.checks import (
-    check_backend,
-    check_block_ids,
-    check_flag,
-    check_lengths,
-    check_tensors,
-    checked_count,
-)
-from paged_attention.kernel.options import check_values, make_options
-from paged_attention.kernel.partition import first_needed
-from paged_attention.kernel.plan import DecodePlan
-from paged_attention.kernel.schedule import Heads
+from torch import Tensor
+
+from .call import Inputs, check_call, check_values, lengths_on_host
+from .checks import check_backend, check_flag, optional_count, refuse
+from .options import Options
+from .plan import DecodePlan
+from .workspace import Workspace
 
 
 def paged_attention(
-    query,
-    key_cache,
-    value_cache,
-    block_tables,
-    seq_lens,
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
     *,
-    layout=None,
-    scale=None,
-    kv_cache_dtype="auto",
-    k_scale=1.0,
-    v_scale=1.0,
-    alibi_slopes=None,
-    window=None,
-    softcap=None,
-    sinks=None,
-    causal=True,
-    max_seq_len=None,
-    partition_size=None,
-    backend=None,
-    workspace=None,
-    out=None,
-    return_lse=False,
-    validate=True,
-):
+    layout: str | None = None,
+    scale: float | None = None,
+    kv_cache_dtype: str = "auto",
+    k_scale: float | Tensor = 1.0,
+    v_scale: float | Tensor = 1.0,
+    alibi_slopes: Tensor | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    causal: bool = True,
+    max_seq_len: int | None = None,
+    partition_size: int | None = None,
+    backend: str | None = None,
+    workspace: Workspace | None = None,
+    out: Tensor | None = None,
+    return_lse: bool = False,
+    validate: bool = True,
+) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of the new tokens of each sequence over its paged KV cache.
 
     Args:    query: (num_seqs, num_heads, head_size) or (num_seqs, q_len, num_heads, head_size),
-                   fp32/fp16/bf16; row i of q_len stands at position seq_len - q_len + i
+                   fp32/fp16/bf16. Row i of q_len stands at position seq_len - q_len + i
              key_cache, value_cache: fp32/fp16/bf16, converted by value where query's dtype
-                   differs, or fp8 (see kv_cache_dtype); in the layout
+                   differs, or fp8 (see kv_cache_dtype), in the layout
                      "vllm"  (num_blocks, num_kv_heads, head_size/x, block_size, x) and
                              (num_blocks, num_kv_heads, head_size, block_size), x = 16 / itemsize
                      "HND"   (num_blocks, num_kv_heads, block_size, head_size), both
                      "NHD"   (num_blocks, block_size, num_kv_heads, head_size), both
-             block_tables: (num_seqs, max_blocks), int32/int64; entries past a sequence's end are
-                   never read, nor are those before its window
-             seq_lens: (num_seqs,), int32/int64, tokens in the cache, the new ones included; on
+             block_tables: (num_seqs, max_blocks), int32/int64. Entries past a sequence's end, or
+                   before its window, are never read
+             seq_lens: (num_seqs,), int32/int64, tokens in the cache, the new ones included. On
                    the caches' device or on the CPU
              layout: None means "vllm" for a 5-D key cache
-             scale: multiplies the logits; None is head_size ** -0.5
+             scale: multiplies the logits. None is head_size ** -0.5
              kv_cache_dtype: "auto", or what uint8 caches hold: "fp8" (= "fp8_e4m3") or
                    "fp8_e5m2". torch's float8 caches describe themselves
-             k_scale, v_scale: multiply the cached keys and values; a float, or a float tensor of
+             k_scale, v_scale: multiply the cached keys and values. A float, or a float tensor of
                    one element or (num_kv_heads,)
-             softcap: a logit becomes softcap * tanh(logit / softcap)
-             alibi_slopes: (num_heads,), floating; a logit gets
-                   slope * (key position - query position) added, softcap done
+             alibi_slopes: (num_heads,), floating. slope * (key position - query position) is
+                   added to a logit, after softcap
              window: how many keys a row sees, the newest included
-             sinks: (num_heads,), floating: a logit that takes weight and has no value, neither
-                   scaled nor capped; -inf is none
-             causal: whether a row sees no key after its own position; False: all rows see all
-                   keys, without window and alibi_slopes
-             max_seq_len: tokens; when given, no sequence may be longer
-             partition_size: tokens per partition, rounded up to whole blocks; None: 1,024, or
+             softcap: a logit becomes softcap * tanh(logit / softcap)
+             sinks: (num_heads,), floating. A sink is a logit that takes weight and has no value.
+                   It is neither scaled nor capped, and -inf means none
+             causal: whether a row sees no key after its own position. With False all rows see all
+                   keys, and window and alibi_slopes must be None
+             max_seq_len: tokens. When given, no sequence may be longer
+             partition_size: tokens per partition, rounded up to whole blocks. None: 1,024, or
                    what a wave holds if that is less
              backend: None or "eager"
-             workspace: a Workspace for the intermediates; None: the calling thread's own for the
-                   device and its current stream, kept between calls
-             out: where to write, query's shape, its dtype or float32; may be strided, must not
-                   share memory with an input
-             validate: False skips the checks of values that tensors hold: of block_tables,
-                   alibi_slopes, sinks, k_scale and v_scale
+             workspace: a Workspace for the intermediates. None: the calling thread's own for the
+                   device and its current stream, which is kept between calls
+             out: where to write, with query's shape and its dtype or float32. It may be strided,
+                   and must not share memory with an input
+             validate: False skips the checks of what tensors hold: block_tables, alibi_slopes,
+                   sinks, k_scale and v_scale
     Returns: out: query's shape and dtype (or `out`), accumulated in float32
-             lse: out.shape[:-1], float32, natural log, the sink included; only with
-                   return_lse=True. A row that sees no key: out 0, lse -inf (or the sink)
+             lse: out.shape[:-1], float32, natural log, the sink included. Only with
+                   return_lse=True. A row that sees no key has out 0 and lse -inf (or the sink)
     Raises:  TypeError, ValueError: the argument, its value, and what it should be
     Numbers: float32 throughout, autocast or not (torch.set_float32_matmul_precision still has its
-             say); what exceeds float32's range overflows: a partition's sum of weighted values, or
-             a logit (NaN above, as if unseen below)
-    Cost:    reads K and V of the live blocks once from the cache and twice from a copy of a wave,
-             which on a CPU is small enough for its caches (2,048 tokens of 4 KV heads of 256
-             lanes). On an accelerator seq_lens is read back to the host, one
-             synchronisation, and unless validate=False so are block_tables and each tensor among
-             the options; with validate=False and max_seq_len nothing is, and the cost follows
-             max_seq_len. A step with many layers is planned once with `plan_decode`
+             say). What exceeds float32's range overflows: a partition's sum of weighted values, or
+             a logit, which becomes NaN if it is too large and counts as unseen if it is too small
+    Cost:    reads K and V of the live blocks once from the cache, and twice from a copy of a wave.
+             On a CPU a wave is small enough for the processor's caches (2,048 tokens of 4 KV
+             heads of 256 lanes). On an accelerator seq_lens is read back to the host, which is
+             one synchronisation. Unless validate=False, block_tables and each tensor among the
+             options are read back, too. With validate=False and max_seq_len nothing is read back,
+             and the cost follows max_seq_len. A step with many layers is planned once, with
+             `plan_decode`
     Source:  vLLM attention_kernels.cuh, paged_attention_v2 (partitions of 512 tokens)
+    Example: one sequence of 5 tokens in two blocks of 4. A query of 0 weighs all tokens equally.
+        >>> import torch
+        >>> pool = torch.arange(8.0).view(2, 1, 4, 1).expand(2, 1, 4, 16)  # (blocks, heads, 4, 16)
+        >>> tables, lens = torch.tensor([[1, 0]]), torch.tensor([5])
+        >>> out = paged_attention(torch.zeros(1, 2, 16), pool, pool, tables, lens, layout="HND")
+        >>> out[0, :, 0]  # the mean of 4, 5, 6, 7 in block 1 and of 0 in block 0
+        tensor([4.4000, 4.4000])
     """
-    layout, geometry = check_tensors(
-        query, key_cache, value_cache, block_tables, seq_lens, layout, kv_cache_dtype
-    )
-    options = make_options(
-        query, geometry, scale, softcap, alibi_slopes, causal, window, sinks, k_scale, v_scale
-    )
-    max_seq_len = checked_count("max_seq_len", max_seq_len, least=0)
+    inputs = Inputs(query, key_cache, value_cache, block_tables, seq_lens)
+    options = Options(scale, k_scale, v_scale, alibi_slopes, window, softcap, sinks, causal)
+    call = check_call(inputs, layout, kv_cache_dtype, options)
+    max_seq_len = optional_count("max_seq_len", max_seq_len, least=0)
     check_flag("return_lse", return_lse)
     check_flag("validate", validate)
     check_backend(backend)
-    q_len, block_size = (query.shape[1] if query.dim() == 4 else 1), geometry.block_size
-    static = not validate and max_seq_len is not None and not seq_lens.is_cpu
-    covered = block_tables.shape[1] * block_size
-    if static:  # the true lengths stay on the device
-        lengths = [min(max_seq_len, covered)] * len(query)
+    where = call.shape, call.layout, query.device
+    if max_seq_len is not None and not validate and not seq_lens.is_cpu:
+        # The true lengths stay on the device.
+        capacity = min(max_seq_len, call.covered)
+        plan = DecodePlan.capacity(*where, len(query), capacity, partition_size)
     else:
-        lengths = seq_lens.tolist()
-        check_lengths(lengths, block_tables, geometry, max_seq_len)
-    if validate:
-        check_values(options)
-        firsts = [first_needed(n, q_len, options.window, block_size) for n in lengths]
-        check_block_ids(lengths, firsts, block_tables, geometry)
-    elif not geometry.num_blocks and not static and any(lengths):
-        raise ValueError(f"key_cache must hold the batch's tokens, got {tuple(key_cache.shape)}")
-    heads = Heads(
-        query.shape[-2], *geometry[2:], block_size, key_cache.dtype, q_len, options.window
-    )
-    plan = DecodePlan(heads, layout, query.device, lengths, static, partition_size)
-    inputs = query, key_cache, value_cache, block_tables, seq_lens
-    return plan.run_checked(inputs, options, kv_cache_dtype, workspace, out, return_lse)
+        lengths = lengths_on_host(call, max_seq_len)
+        if validate:
+            check_values(call, lengths)
+        elif not call.geometry.num_blocks and any(lengths):
+            refuse("key_cache", "large enough for the batch's tokens", tuple(key_cache.shape))
+        plan = DecodePlan.exact(*where, lengths, partition_size)
+    return plan.run_checked(call, out, workspace, return_lse)

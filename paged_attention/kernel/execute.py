@@ -1,94 +1,100 @@
-"""Running a schedule: Phase 1 wave by wave, Phase 2 over all states, the result.
+"""One run of a schedule: Phase 1 wave by wave, Phase 2 over all states, the result.
 
 The only loops are over waves and segments. Nothing is read back to the host, and every operation
 writes to a buffer that is there already.
 """
 
 import torch
+from torch import Tensor
 
-from paged_attention.kernel.fp8 import meaning_of
-from paged_attention.kernel.gather import rows_of
-from paged_attention.kernel.merge import LOWEST, finish, merge_sink
-from paged_attention.kernel.phase1 import phase1
-from paged_attention.kernel.phase2 import phase2
-from paged_attention.kernel.states import all_states
+from .call import Call
+from .merge import LOWEST, finish, merge_sink
+from .phase1 import phase1
+from .phase2 import phase2
+from .step import Step
 
 
 @torch.no_grad()
-def run(schedule, options, inputs, layout, kv_cache_dtype, views, out, lse):
+def execute(step: Step, call: Call, out: Tensor, lse: Tensor | None) -> None:
     """One decode step.
 
-    Args:    inputs: query, key_cache, value_cache, block_tables, seq_lens, checked; seq_lens is
-                   read by a static schedule only
-             views: of the schedule's buffers, whatever they hold
-             out: query's shape;  lse: out.shape[:-1], float32, or None
+    Args:    out: query's shape;  lse: out.shape[:-1], float32, or None
     """
-    query, key_cache, value_cache, block_tables, seq_lens = inputs
-    _scaled_query(schedule.heads, query, options, views)
+    schedule, _, buffers = step
+    query, key_cache, _, block_tables, seq_lens = call.inputs
+    _scale_query(step, query)
     lens = too_long = None
-    if schedule.static:
-        lens = views("seq_lens", schedule.num_seqs).copy_(seq_lens)
-        covered = block_tables.shape[1] * schedule.heads.block_size if key_cache.numel() else 0
-        most = min(schedule.longest, covered)
-        too_long = torch.gt(lens, most, out=views("too_long", schedule.num_seqs))
+    if schedule.is_capacity:
+        lens = buffers.seq_lens().copy_(seq_lens)
+        most = min(schedule.longest, call.covered if key_cache.numel() else 0)
+        too_long = torch.gt(lens, most, out=buffers.too_long())
     if schedule.waves and key_cache.numel() and block_tables.numel():
-        meaning = meaning_of(key_cache.dtype, kv_cache_dtype)
-        if meaning.itemsize == 1:  # bytes are moved as bytes
-            key_cache, value_cache = key_cache.view(torch.uint8), value_cache.view(torch.uint8)
-        caches = rows_of(key_cache, value_cache, layout)
-        phase1(schedule, options, caches, meaning, block_tables, lens, views)
-    else:  # no tokens, or no memory that could hold any: states of nothing
-        acc_s, m = all_states(schedule, views)
-        acc_s.zero_()
-        m.fill_(LOWEST)
-    acc_s, m = phase2(schedule, views)
-    _write_result(schedule.heads, options, acc_s, m, too_long, views, out, lse)
+        phase1(step, call, lens)
+    else:  # no tokens, or no memory that could hold any
+        buffers.acc_s().zero_()
+        buffers.m().fill_(LOWEST)
+    acc_s, m = phase2(step)
+    _write_result(step, acc_s, m, too_long, out, lse)
 
 
-def _scaled_query(heads, query, options, views):
-    """The queries in float32, a sequence's rows in the order (query head, query token), times the
-    scale of the logits, and of the keys."""
-    scaled = views("query", len(query), heads.num_heads, heads.q_len, heads.lanes)
-    scaled = scaled[..., : heads.head_size]
-    scale, k_scale = options.scale, options.k_scale
-    if not isinstance(k_scale, torch.Tensor):  # as one number: each alone may be out of range
-        scale, k_scale = scale * k_scale, 1.0
-    scaled.copy_(_by_head(query, 3)).mul_(scale)
-    _multiply(heads, scaled, k_scale, views)
+def _scale_query(step: Step, query: Tensor) -> None:
+    """The queries in float32, times the scale of the logits and of the keys.
 
-
-def _by_head(tensor, rank):
-    """(num_seqs, num_heads, q_len, ...), a view of a query, an output, or (rank 2) an lse."""
-    return (tensor.unsqueeze(1) if tensor.dim() == rank else tensor).transpose(1, 2)
-
-
-def _multiply(heads, rows, scale, views):
-    """rows *= scale, a number or one for each KV head.
-
-    Args:    rows: (num_seqs, num_heads, q_len, head_size)
+    The rows of a sequence are in the order (query head, query token).
     """
-    if isinstance(scale, torch.Tensor):
-        scale = views("scale", heads.num_kv_heads).copy_(scale).view(-1, 1, 1, 1)
-        rows.unflatten(1, (heads.num_kv_heads, -1)).mul_(scale)
-    elif scale != 1.0:
-        rows.mul_(scale)
+    shape, options = step.schedule.shape, step.options
+    scaled = step.buffers.query(len(query), shape.num_heads, shape.q_len, shape.lanes)
+    scaled = scaled[..., : shape.head_size]
+    scale, k_scale = options.scale, options.k_scale
+    assert scale is not None
+    if not isinstance(k_scale, Tensor):  # as one number, because each alone may be out of range
+        scale, k_scale = scale * k_scale, 1.0
+    scaled.copy_(_by_head(query, 3)).mul_(scale)  # reads query once, writes it twice
+    _multiply(step, scaled, k_scale)
 
 
-def _write_result(heads, options, acc_s, m, too_long, views, out, lse):
-    """out = acc / s * v_scale and lse = m + ln s, or (0, -inf) where no key was seen, or NaN where
-    a sequence is too_long for its plan or its table: a part of it would pass for all of it."""
-    shape = len(m), heads.num_heads, heads.q_len
-    acc_s, m = acc_s.view(*shape, acc_s.shape[-1]), m.view(shape)
-    acc, s = acc_s[..., : heads.head_size], acc_s[..., heads.head_size]
+def _write_result(
+    step: Step, acc_s: Tensor, m: Tensor, too_long: Tensor | None, out: Tensor, lse: Tensor | None
+) -> None:
+    """out = acc / s * v_scale and lse = m + ln s, or (0, -inf) where no key was seen.
+
+    A sequence that is too_long for its plan or its table becomes NaN, because a part of its
+    attention would pass for all of it.
+    """
+    shape, options, buffers = step.schedule.shape, step.options, step.buffers
+    size = len(m), shape.num_heads, shape.q_len
+    acc_s, m = acc_s.view(*size, shape.state_columns), m.view(size)
+    acc, s = acc_s[..., : shape.head_size], acc_s[..., shape.head_size]
     if options.sinks is not None:
-        sinks = views("sinks", heads.num_heads).copy_(options.sinks).unsqueeze(1)
-        m = merge_sink(acc, s, m, sinks, views("sink_m", *shape), views("sink_s", *shape))
-    empty = torch.eq(s, 0, out=views("empty", *shape)).unsqueeze(-1)
+        sinks = buffers.sinks(shape.num_heads).copy_(options.sinks).unsqueeze(1)
+        m = merge_sink(acc, s, m, sinks, buffers.sink_m(*size), buffers.sink_weight(*size))
+    no_keys = torch.eq(s, 0, out=buffers.no_keys(*size)).unsqueeze(-1)
     result = finish(acc, s, m, None if lse is None else _by_head(lse, 2))
-    _multiply(heads, result, options.v_scale, views)
-    result.masked_fill_(empty, 0.0)  # a scale times 0 may be NaN
+    _multiply(step, result, options.v_scale)
+    result.masked_fill_(no_keys, 0.0)  # a scale times 0 may be NaN
     if too_long is not None:
         result.masked_fill_(too_long.view(-1, 1, 1, 1), torch.nan)
         if lse is not None:
             lse.masked_fill_(too_long.view(-1, *[1] * (lse.dim() - 1)), torch.nan)
     _by_head(out, 3).copy_(result)
+
+
+def _by_head(tensor: Tensor, rank: int) -> Tensor:
+    """(num_seqs, num_heads, q_len, ...), a view of a query or an output, or of an lse (rank 2).
+
+    Args:    rank: of a tensor without q_len
+    """
+    return (tensor.unsqueeze(1) if tensor.dim() == rank else tensor).transpose(1, 2)
+
+
+def _multiply(step: Step, rows: Tensor, scale: float | Tensor) -> None:
+    """rows *= scale, which is a number or one for each KV head.
+
+    Args:    rows: (num_seqs, num_heads, q_len, head_size)
+    """
+    if isinstance(scale, Tensor):
+        kv_heads = step.schedule.shape.num_kv_heads
+        scale = step.buffers.scale(kv_heads).copy_(scale).view(-1, 1, 1, 1)
+        rows.unflatten(1, (kv_heads, -1)).mul_(scale)
+    elif scale != 1.0:
+        rows.mul_(scale)

@@ -1,114 +1,125 @@
-"""Blocks of any layout, fetched as the float32 rows of a wave.
+"""Blocks of any layout, gathered as the float32 rows of a wave.
 
-A cache is seen as rows that `index_select` copies; what a row is differs by layout, what arrives
-doesn't: (work item and KV head, token, lane).
+`index_select` copies rows. What a row of a cache is differs by layout. What arrives is the same:
+(work item and KV head, token, lane).
 """
 
 import math
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
-from paged_attention.kernel.fp8 import widen
-from paged_attention.kernel.layouts import tokens_of
+from .fp8 import widen
+from .layouts import tokens_of
+from .step import Step
+from .workspace import Buffer
+
+# On meta, torch 2.1's index_select would resize `out`. There, any copy has its shape and its cost.
+_META_RESIZES_OUT = torch.__version__.startswith("2.1.")
 
 
-class Rows(NamedTuple):
-    """A cache as rows that `index_select` copies one by one, each of one KV head.
+class CacheRows(NamedTuple):
+    """K or V of a pool as rows of one KV head each.
 
-    A row is a block's tokens or, where a block's tokens lie apart, one token.
+    A row is all of a block's tokens or, if these lie apart from one another, one token.
     """
 
-    tensor: torch.Tensor  # (num_rows, block_size, lanes) or (num_rows, lanes), a view of the cache
+    rows: Tensor  # (num_rows, block_size, lanes) or (num_rows, lanes), a view of the cache
     block_step: int  # rows from one block to the next
-    head_step: int  # rows from one KV head to the next
-    token_step: int | None  # rows from one token to the next; None: a row is a block's tokens
+    offsets: Tensor  # (num_kv_heads, 1, rows of a block and head), from a block's first row
 
 
-def rows_of(key_cache, value_cache, layout):
-    """Both caches as Rows, views of them whatever their strides.
+def cache_rows(
+    step: Step, key_cache: Tensor, value_cache: Tensor, layout: str
+) -> tuple[CacheRows, CacheRows]:
+    """K and V as rows, which are views of the caches whatever their strides.
 
-    Copied in the order (KV head, block, token), rows of any layout are tokens of head_size lanes:
-    the transposition that "vllm" needs happens as its blocks are copied.
+    Copied in the order (KV head, block, token), rows of any layout are tokens of head_size lanes.
+    The transposition that "vllm" needs happens while its blocks are copied.
     """
-    if layout == "vllm" and key_cache.device.type == "cpu":
+    if layout == "vllm" and key_cache.is_cpu:
         key_cache = _in_pieces(key_cache)
-    key, value = tokens_of(key_cache, value_cache, layout)
-    return _rows(key.transpose(1, 2)), _rows(value.transpose(1, 2))
+    key, value = (t.transpose(1, 2) for t in tokens_of(key_cache, value_cache, layout))
+    buffers = step.buffers
+    return _rows(step, key, buffers.key_offsets), _rows(step, value, buffers.value_offsets)
 
 
-def _in_pieces(key_cache):
-    """A "vllm" key with its x lanes, 16 bytes, as one element: a CPU moves them as one."""
+def _in_pieces(key_cache: Tensor) -> Tensor:
+    """A "vllm" key with its x lanes, 16 bytes, as one element, which a CPU moves at once."""
     try:
         return key_cache.view(torch.complex128)
     except RuntimeError:  # it begins or is strided in steps that aren't whole pieces
         return key_cache
 
 
-def _rows(tokens):
+def _rows(step: Step, tokens: Tensor, buffer: Buffer) -> CacheRows:
     """Args: tokens: (num_blocks, num_kv_heads, block_size, ...), a view of a cache, not empty"""
     sizes, strides = tokens.shape, tokens.stride()
     apart = strides[-1] == 1 and strides[2] != sizes[-1] and sizes[2] > 1
-    steps = [strides[dim] if sizes[dim] > 1 else 0 for dim in range(3 if apart else 2)]
+    outer = 3 if apart else 2  # dimensions outside of a row
+    steps = [strides[dim] if sizes[dim] > 1 else 0 for dim in range(outer)]
     row_stride = math.gcd(*steps) or 1
     steps = [step // row_stride for step in steps]
     num_rows = 1 + sum((n - 1) * step for n, step in zip(sizes, steps))
-    inside = len(steps)
-    rows = tokens.as_strided((num_rows, *sizes[inside:]), (row_stride, *strides[inside:]))
-    return Rows(rows, steps[0], steps[1], steps[2] if apart else None)
+    rows = tokens.as_strided((num_rows, *sizes[outer:]), (row_stride, *strides[outer:]))
+    # With one block only, any other id must lead outside of the rows, too.
+    block_step = steps[0] if sizes[0] > 1 else num_rows
+    return CacheRows(rows, block_step, _offsets(step, steps[1:], buffer))
 
 
-def row_offsets(rows, heads, tokens, out):
-    """Rows from a block's first to that of (KV head, token).
+def _offsets(step: Step, steps: list[int], buffer: Buffer) -> Tensor:
+    """Rows from a block's first to that of each (KV head, token).
 
-    Args:    heads: (num_kv_heads, 1, 1), 0, 1, 2, ...;  tokens: (block_size,), 0, 1, 2, ...
-             out: a function of a shape that gives a buffer, int64
-    Returns: (num_kv_heads, 1, block_size), or (num_kv_heads, 1, 1) where rows are blocks
+    Args:    steps: rows from one head to the next and, if a row is one token, to the next token
     """
-    num_tokens = 1 if rows.token_step is None else len(tokens)
-    if num_tokens == 1 and rows.head_step == 1:
+    heads, slots = step.schedule.kv_head_ids, step.schedule.slot_offsets
+    if steps == [1]:  # a block's rows are its heads
         return heads
-    offsets = out(len(heads), 1, num_tokens)
-    torch.mul(heads.expand_as(offsets), rows.head_step, out=offsets)
-    return offsets if num_tokens == 1 else offsets.add_(tokens, alpha=rows.token_step)
+    offsets = buffer(len(heads), 1, len(slots) if len(steps) > 1 else 1)
+    torch.mul(heads.expand_as(offsets), steps[0], out=offsets)
+    return offsets.add_(slots, alpha=steps[1]) if len(steps) > 1 else offsets
 
 
-def gather(rows, row_ids, out):
-    """Copy rows, in order.
+def gather(step: Step, cache: CacheRows, block_ids: Tensor, element_dtype: torch.dtype) -> Tensor:
+    """K or V of a wave's blocks, in order.
 
-    Args:    row_ids: (n,), int64
-             out: as many elements as n rows have, contiguous, the cache's dtype
-    Returns: out
-    Raises:  IndexError: from PyTorch on a CPU, for a row that isn't in the cache (never wraps)
-    Cost:    reads and writes each byte once
+    Args:    block_ids: (items, blocks), int64
+             element_dtype: what the cache's elements are read as
+    Returns: (items * num_kv_heads, width, lanes), float32
+    Raises:  IndexError: from PyTorch on a CPU, for a block that isn't in the pool
+    Cost:    reads and writes each byte once, and again where it converts
     """
-    shape, flat = rows.tensor.shape[1:], out.view(-1).view(rows.tensor.dtype)
-    select(rows.tensor, row_ids, flat.view(row_ids.numel(), *shape))
-    return out
+    shape, buffers = step.schedule.shape, step.buffers
+    num_items, num_blocks = block_ids.shape
+    row_ids = buffers.row_ids(num_items, shape.num_kv_heads, num_blocks, cache.offsets.shape[2])
+    blocks = block_ids.view(num_items, 1, -1, 1)
+    torch.add(cache.offsets, blocks, alpha=cache.block_step, out=row_ids)  # 8 bytes a row
+    matrices, width = num_items * shape.num_kv_heads, num_blocks * shape.block_size
+    kv = buffers.kv(matrices, width, shape.lanes)
+    if shape.needs_no_conversion:
+        _select_rows(cache.rows, row_ids.view(-1), kv)  # reads and writes the wave's K or V
+        return kv
+    # Converted by value while the wave is still in the processor's cache, because half-precision
+    # matrix products are slow on most CPUs.
+    raw = buffers.raw(matrices, width, shape.head_size)
+    _select_rows(cache.rows, row_ids.view(-1), raw)
+    out = kv[..., : shape.head_size]
+    if shape.dtype.itemsize > 1:
+        out.copy_(raw)  # reads raw, writes float32
+    else:
+        widen(raw, element_dtype, buffers.fp16_bits(*raw.shape), out)
+    return kv
 
 
-def select(source, index, out):
+def _select_rows(rows: Tensor, row_ids: Tensor, out: Tensor) -> None:
+    """rows[row_ids] into out, which is contiguous and has as many elements."""
+    flat = out.view(-1).view(rows.dtype)
+    select(rows, row_ids, flat.view(row_ids.numel(), *rows.shape[1:]))
+
+
+def select(source: Tensor, index: Tensor, out: Tensor) -> Tensor:
     """source[index] along the first dimension, into out."""
-    # On meta torch 2.1's index_select would resize out; without values, any copy does.
-    if out.is_meta:
+    if _META_RESIZES_OUT and out.is_meta:
         return out.copy_(source[:1].expand_as(out))
     return torch.index_select(source, 0, index, out=out)
-
-
-def fetch(heads, rows, offsets, block_ids, meaning, views):
-    """(items, width, lanes), float32: the wave's blocks, in order, read as dtype meaning."""
-    num_items, _, num_blocks, _ = block_ids.shape
-    row_ids = views("row_ids", num_items, heads.num_kv_heads, num_blocks, offsets.shape[2])
-    torch.add(offsets, block_ids, alpha=rows.block_step, out=row_ids)
-    shape = num_items * heads.num_kv_heads, num_blocks * heads.block_size
-    kv = views("kv", *shape, heads.lanes)
-    if heads.as_stored:
-        return gather(rows, row_ids.view(-1), kv)
-    # By value, while the wave is still in the cache: half-precision GEMMs are slow on most CPUs.
-    raw = gather(rows, row_ids.view(-1), views("raw", *shape, heads.head_size))
-    out = kv[..., : heads.head_size]
-    if heads.dtype.itemsize > 1:
-        out.copy_(raw)
-    else:
-        widen(raw, meaning, views("half", *raw.shape), out)
-    return kv

@@ -1,51 +1,53 @@
-"""Phase 2: the state of a partial softmax, and the merge of many states into one.
+"""The state of a partial softmax, and the merge of many states into one.
 
-Attention over a set of keys is a reduction. What a partition has seen is kept as a *state*
+Attention over a set of keys is a reduction. What a partition has seen is kept as a *state*:
 
     m     the largest logit                          (-inf when no key was seen)
     s     sum of exp(logit - m)                      (0 when no key was seen)
     acc   sum of exp(logit - m) * value              (0 when no key was seen)
 
-Unnormalised, float32; acc and s lie side by side as one matrix, [acc | s], that one GEMM reduces.
-(What pads it to `aligned` columns is never looked at.)
+States are float32. acc and s lie side by side as one matrix, [acc | s], so that one matrix product
+reduces both. Columns that only align the rows may hold anything.
 
 Two states merge by bringing both to the larger maximum and adding. The merge is associative and
-commutative, and the empty state (-inf, 0, 0) is its identity, so a sequence may be cut anywhere
-and its parts merged in any tree. A finished state is (out, lse) with out = acc / s and
-lse = m + ln(s); (out, 1, lse) read as (acc, s, m) is again a state, so finished results merge too.
+commutative, and the empty state (-inf, 0, 0) is its identity. So a sequence may be cut anywhere,
+and its parts may be merged in any tree. A finished state is (out, lse) with out = acc / s and
+lse = m + ln(s). Read as (acc, s, m) = (out, 1, lse) it is a state again, so that finished results
+merge, too.
 """
 
 import math
 
 import torch
+from torch import Tensor
 
-LOWEST = torch.finfo(torch.float32).min  # the m of an empty state: may be subtracted from itself
+from .checks import refuse, require_floating
+from .gemm import aligned, batched_gemm
 
-
-def aligned(columns):
-    """So many columns of float32, or a few more, so that each row of a matrix begins at a multiple
-    of 16 bytes: where one doesn't, MKL may add in another order (on an AMD CPU it does), and bits
-    would depend on which row or which matrix of a batch it is."""
-    return -(-columns // 4) * 4
+LOWEST = torch.finfo(torch.float32).min  # the m of an empty state, because -inf - -inf is NaN
 
 
 @torch.no_grad()
-def merge_states(outs, lses):
+def merge_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     """Merge finished attention states over disjoint sets of keys into one.
 
     Args:    outs: (num_states, ..., num_heads, head_size), a floating dtype
-             lses: (num_states, ..., num_heads), natural log; -inf marks a state that saw no key,
-                   whose `outs` entry is ignored whatever it holds
+             lses: (num_states, ..., num_heads), natural log. -inf marks a state that saw no key,
+                   and its `outs` entry is ignored, whatever it holds
     Returns: out: (..., num_heads, head_size), the dtype of outs, accumulated in float32
              lse: (..., num_heads), float32
-             No states at all give (0, -inf).
+             No states at all give (0, -inf)
     Raises:  TypeError, ValueError: outs or lses are not floating tensors, their shapes don't
-             match, or they lie on different devices. Values are not read: an lse of +inf or NaN
-             is a producer's error and comes out as NaN, never as a plausible number.
-    Numbers: a sum of outs that exceeds float32's range overflows, as does an lse that does
+             match, or they lie on different devices. Values are not read. An lse of +inf or NaN
+             is a mistake of whoever made it, and the result is NaN, never a plausible number
+    Numbers: a sum of outs beyond float32's range overflows, and so does such an lse
     Cost:    reads outs and lses once, writes two float32 copies of outs
     Source:  FlashInfer, "recursive attention" (merge of attention states);
              vLLM attention_kernels.cuh, paged_attention_v2_reduce_kernel
+    Example: one head of one lane. 1.0 is the mean of 3 tokens, and 5.0 is 1 token's.
+        >>> outs, lses = torch.tensor([[[1.0]], [[5.0]]]), torch.tensor([[3.0], [1.0]]).log()
+        >>> merge_states(outs, lses)
+        (tensor([[2.]]), tensor([1.3863]))
     """
     _check_states(outs, lses)
     num_states, rows, head_size = len(outs), math.prod(outs.shape[1:-1]), outs.shape[-1]
@@ -64,42 +66,24 @@ def merge_states(outs, lses):
     return out.to(outs.dtype).view(outs.shape[1:]), lse
 
 
-def merge_rows(acc_s, m, weights, out_acc_s, out_m):
-    """Merge each row's states into one, writing to memory that is there already.
+def merge_rows(acc_s: Tensor, m: Tensor, weights: Tensor, out_acc_s: Tensor, out_m: Tensor):
+    """Merge each row's states into one, in memory that is there already.
 
-    The merge of a segmented reduction: a row is one sequence and query head, its states are
-    adjacent, and rows of equally many states come together, so that nothing is padded.
-
-    Args:    acc_s: (rows, num_states, aligned(head_size + 1)), reduced by one GEMM
+    Args:    acc_s: (rows, num_states, aligned(head_size + 1))
              m: (rows, num_states), finite or NaN;  weights: like m, overwritten
-             out_acc_s: (rows, 1, as acc_s), in memory for two rows at least;  out_m: (rows,)
+             out_acc_s: (room_for(rows) or more, 1, as acc_s);  out_m: (rows,)
     """
-    if m.shape[1] == 1:  # SingleTile
-        out_acc_s[: len(m)].copy_(acc_s)
-        out_m.copy_(m.squeeze(1))
-        return
-    torch.amax(m, 1, out=out_m)
-    torch.sub(m, out_m.unsqueeze(1), out=weights).exp_()
-    batched_gemm(weights.unsqueeze(1), acc_s, out_acc_s)
+    torch.amax(m, 1, out=out_m)  # reads m
+    torch.sub(m, out_m.unsqueeze(1), out=weights).exp_()  # reads m, writes weights twice
+    batched_gemm(weights.unsqueeze(1), acc_s, out_acc_s)  # reads acc_s once
 
 
-def batched_gemm(a, b, out):
-    """a @ b for each matrix of a batch, into the first of out's, which has room for two at least.
-
-    MKL takes another path for a batch of one, and gives other bits, than for the same matrices in
-    a longer batch. So that bits do not depend on what else is in a batch, one is computed twice.
-    """
-    num = a.shape[0]  # len(a), which is slower
-    if num == 1:
-        return torch.bmm(a.expand(2, -1, -1), b.expand(2, -1, -1), out=out[:2])[:1]
-    return torch.bmm(a, b, out=out if out.shape[0] == num else out[:num])
-
-
-def merge_sink(acc, s, m, sinks, new_m, weight):
-    """Merge one more state into each, that of a key whose logit is the sink and whose value is 0.
+def merge_sink(acc: Tensor, s: Tensor, m: Tensor, sinks: Tensor, new_m: Tensor, weight: Tensor):
+    """Merge a sink into each state, as a key whose logit is the sink and whose value is 0.
 
     Args:    acc: (..., head_size), s and m: (...), overwritten
-             sinks: broadcasts to m, finite or -inf;  new_m, weight: like m, overwritten
+             sinks: broadcasts to m, finite or -inf
+             new_m, weight: like m, overwritten
     Returns: m, the new one
     """
     torch.maximum(m, sinks, out=new_m)
@@ -108,31 +92,24 @@ def merge_sink(acc, s, m, sinks, new_m, weight):
     return new_m
 
 
-def finish(acc, s, m, lse):
-    """The result of a state: acc / s, and m + ln s; exactly (0, -inf) where no key was seen.
+def finish(acc: Tensor, s: Tensor, m: Tensor, lse: Tensor | None) -> Tensor:
+    """The result of a state, acc / s and m + ln s. It is exactly (0, -inf) where s is 0.
 
     Args:    acc: (..., head_size) and s: (...), overwritten;  m: (...)
-             lse: like m, where m + ln s is to be written, or None
+             lse: like m, where m + ln s is written, or None
     Returns: out: (..., head_size), in acc's place
     """
     if lse is not None:
         torch.log(s, out=lse).add_(m)
-    # An s that isn't 0 is 1 or more: its largest term is exp(0).
+    # An s that isn't 0 is 1 or more, because its largest term is exp(0).
     return acc.div_(s.clamp_(min=1.0).unsqueeze(-1))
 
 
-def _check_states(outs, lses):
-    for name, tensor in (("outs", outs), ("lses", lses)):
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
-        if not tensor.is_floating_point() or tensor.layout != torch.strided:
-            raise TypeError(
-                f"{name} must be floating and dense, got {tensor.dtype}, {tensor.layout}"
-            )
+def _check_states(outs: Tensor, lses: Tensor) -> None:
+    require_floating("outs", outs)
+    require_floating("lses", lses)
     if outs.dim() < 3 or outs.shape[:-1] != lses.shape:
-        raise ValueError(
-            f"lses must be (num_states, ..., num_heads) for outs (num_states, ..., num_heads, "
-            f"head_size), got lses {tuple(lses.shape)} for outs {tuple(outs.shape)}"
-        )
+        rule = "(num_states, ..., num_heads) for outs (num_states, ..., num_heads, head_size)"
+        refuse("lses", rule, f"lses {tuple(lses.shape)} for outs {tuple(outs.shape)}")
     if outs.device != lses.device:
-        raise ValueError(f"lses must be on {outs.device} like outs, got {lses.device}")
+        refuse("lses", f"on {outs.device} like outs", lses.device)

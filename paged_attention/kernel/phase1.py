@@ -1,124 +1,120 @@
-"""Phase 1: partitions -> states, a wave of them at a time, in memory that is used again."""
-
-from functools import partial
+"""Phase 1: partitions become states, a wave of them at a time, in memory that is used again."""
 
 import torch
+from torch import Tensor
 
-from paged_attention.kernel.gather import fetch, row_offsets, select
-from paged_attention.kernel.mask import adjust, wave_mask
-from paged_attention.kernel.merge import LOWEST, batched_gemm
-from paged_attention.kernel.states import all_states
+from .call import Call
+from .fp8 import element_dtype
+from .gather import cache_rows, gather, select
+from .gemm import batched_gemm, room_for
+from .mask import adjust, hide_values, wave_mask
+from .merge import LOWEST
+from .schedule import Wave
+from .step import Step
 
 
-def phase1(schedule, options, caches, meaning, block_tables, lens, views):
-    """The states of all work items, into the buffers acc_s and m."""
-    heads, head_size = schedule.heads, schedule.heads.head_size
-    keys, values = (
-        (rows, row_offsets(rows, schedule.kv_heads, schedule.slots, partial(views, name)))
-        for rows, name in zip(caches, ("key_offsets", "value_offsets"))
-    )
-    query = views("query", schedule.num_seqs, heads.num_rows, heads.lanes)
-    acc_s, m = all_states(schedule, views)
-    acc, s = acc_s[:, :head_size], acc_s[:, head_size : head_size + 1]
+def phase1(step: Step, call: Call, lens: Tensor | None) -> None:
+    """The states of all work items, into the buffers acc_s and m.
+
+    Args:    lens: (num_seqs,), int64, overwritten: the true lengths, for a capacity schedule
+    """
+    schedule, options, buffers = step
+    shape, (_, key_cache, value_cache, block_tables, _) = schedule.shape, call.inputs
+    dtype = element_dtype(key_cache.dtype, call.kv_cache_dtype)
+    if dtype.itemsize == 1:  # bytes are moved as bytes
+        key_cache, value_cache = key_cache.view(torch.uint8), value_cache.view(torch.uint8)
+    keys, values = cache_rows(step, key_cache, value_cache, call.layout)
+    if lens is None:
+        tokens_to_end = schedule.items.tokens_to_end
+        block_ids = _block_ids(step, block_tables, schedule.block_columns)
+    else:
+        tokens_to_end, block_ids = _read_lengths(step, block_tables, lens)
     slopes = options.alibi_slopes
     if slopes is not None:
-        slopes = views("slopes", len(slopes)).copy_(slopes).view(-1, 1, 1)
-    if schedule.static:
-        block_ids, left = _capacity_block_ids(schedule, block_tables, lens, views)
-    else:
-        columns, left = schedule.block_columns, schedule.left
-        block_ids = _block_ids(schedule, block_tables, columns, views)
+        slopes = buffers.slopes(len(slopes)).copy_(slopes).view(-1, 1, 1)
+
+    acc_s, m = buffers.acc_s(), buffers.m()
+    acc, s = acc_s[:, : shape.head_size], acc_s[:, shape.head_size : shape.head_size + 1]
     for wave in schedule.waves:
-        items = wave.num_items * heads.num_kv_heads
-        wave_query = views("wave_query", wave.num_items, heads.num_rows, heads.lanes)
-        select(query, wave.seqs, wave_query)
-        ids = block_ids[wave.blocks].view(wave.num_items, 1, -1, 1)
-        wave_acc, wave_s, wave_m = wave_states(
-            wave_query.view(items, -1, heads.lanes)[..., :head_size],
-            partial(fetch, heads, *keys, ids, meaning, views),
-            partial(fetch, heads, *values, ids, meaning, views),
-            wave_mask(schedule, wave, options, left, views),
-            options.softcap,
-            slopes,
-            schedule.ones[: wave.width],
-            views,
-        )
-        acc.index_copy_(0, wave.state_rows, wave_acc.view(-1, heads.lanes)[:, :head_size])
+        mask = wave_mask(step, wave, tokens_to_end)
+        ids = block_ids[wave.blocks].view(wave.num_items, -1)
+        logits = _logits(step, wave, gather(step, keys, ids, dtype))
+        adjust(logits, mask, options.softcap, slopes)
+        wave_m, weights, wave_s = _softmax(step, wave, logits)
+        v = gather(step, values, ids, dtype)  # where K was, which is no longer needed
+        hide_values(v, mask)
+        wave_acc = buffers.wave_acc(room_for(len(v)), shape.group, shape.lanes)
+        wave_acc = batched_gemm(weights, v, wave_acc)  # reads weights and V
+        # Each reads its part of the wave's states and writes it where Phase 2 wants it.
+        acc.index_copy_(0, wave.state_rows, wave_acc.view(-1, shape.lanes)[:, : shape.head_size])
         s.index_copy_(0, wave.state_rows, wave_s.view(-1, 1))
         m.index_copy_(0, wave.state_rows, wave_m.view(-1))
 
 
-def wave_states(query, key, value, mask, softcap, slopes, ones, views):
-    """Reduce equally wide partitions, each on its own.
+def _logits(step: Step, wave: Wave, k: Tensor) -> Tensor:
+    """The products of a wave's queries and keys.
 
-    An item is a pair of work item and KV head, in this order: one matrix of a batched GEMM. Its
-    rows are the query heads that share the KV head, and of each of them the query tokens, so K and
-    V are used as they were gathered, never expanded.
+    A matrix is a pair of work item and KV head. Its rows are the query heads that share the KV
+    head and, of each of them, the query tokens. So K is used as it was gathered, never expanded.
 
-    Args:    query: (items, rows, head_size), float32, already scaled
-             key, value: functions that gather (items, width, aligned(head_size)), float32; value
-                   is called when key's result is no longer needed, so both may use the same memory
-             mask: what the rows see: what a slot holds that none sees, NaN included, is no matter
-             softcap, slopes: as mask.adjust
-             ones: (width, 1)
-             views: of the schedule's buffers
-    Returns: acc, s and m, (items, rows, aligned(head_size) or 1)
+    Args:    k: (matrices, width, lanes)
+    Returns: (matrices, group, width)
     """
-    items, rows, head_size = query.shape
-    room, width = max(2, items), ones.shape[0]  # batched_gemm wants room for two
-    k = key()[..., :head_size]  # (items, width, head_size)
-    # Each (items, rows, width):
-    logits = batched_gemm(query, k.transpose(1, 2), views("logits", room, rows, width))
-    adjust(logits, mask, softcap, slopes)
-    # No larger than LOWEST where all logits are -inf: their exp is 0 then, not NaN.
-    m = torch.amax(logits, -1, keepdim=True, out=views("wave_m", items, rows, 1))
-    weights = logits.sub_(m.clamp_(min=LOWEST)).exp_()
-    s = batched_gemm(weights, ones.expand(items, -1, -1), views("wave_s", room, rows, 1))
-    v = value()  # (items, width, aligned(head_size))
-    if mask.dead is not None:
-        # 0 times NaN is NaN. A CPU masks element by element: the fewer, the faster.
-        wide = v.view(torch.complex128) if v.is_cpu else v
-        last = wide.unflatten(0, (len(mask.dead), -1))[:, :, -mask.dead.shape[1] :]
-        last.masked_fill_(mask.dead[:, None, :, None], 0.0)
-    acc = batched_gemm(weights, v, views("wave_acc", room, rows, v.shape[2]))
-    return acc, s, m
+    schedule, _, buffers = step
+    shape = schedule.shape
+    query = buffers.query(schedule.num_seqs, shape.num_rows, shape.lanes)
+    wave_query = buffers.wave_query(wave.num_items, shape.num_rows, shape.lanes)
+    select(query, wave.seqs, wave_query)  # reads and writes the queries of each item
+    q = wave_query.view(len(k), -1, shape.lanes)[..., : shape.head_size]
+    logits = buffers.logits(room_for(len(k)), shape.group, wave.width)
+    k_t = k[..., : shape.head_size].transpose(1, 2)
+    return batched_gemm(q, k_t, logits)  # reads queries and K, writes a float a row and token
 
 
-def _block_ids(schedule, block_tables, columns, views):
+def _softmax(step: Step, wave: Wave, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """m, the weights exp(logit - m) in the logits' place, and s, which is their sum."""
+    schedule, _, buffers = step
+    matrices, group, _ = logits.shape
+    m = torch.amax(logits, -1, keepdim=True, out=buffers.wave_m(matrices, group, 1))
+    # Where all logits are -inf, m becomes LOWEST, so that their exp is 0 and not NaN.
+    weights = logits.sub_(m.clamp_(min=LOWEST)).exp_()  # each reads and writes the logits
+    ones = schedule.ones[: wave.width].expand(matrices, -1, -1)
+    s = batched_gemm(weights, ones, buffers.wave_s(room_for(matrices), group, 1))
+    return m, weights, s
+
+
+def _block_ids(step: Step, block_tables: Tensor, columns: Tensor) -> Tensor:
     """(blocks,), int64: the ids of all blocks, in the order of the waves.
 
-    Args:    columns: (blocks,), int64, of each block, within the table
+    Args:    columns: (blocks,), int64, where each block's id stands in its sequence's row
     """
-    num_blocks = len(schedule.block_seqs)
-    places = views("places", num_blocks)  # in the flattened table
+    schedule, buffers = step.schedule, step.buffers
+    places, ids = buffers.table_places(), buffers.block_ids()
     torch.add(columns, schedule.block_seqs, alpha=block_tables.shape[1], out=places)
-    ids = views("table_ids", num_blocks, dtype=block_tables.dtype)
-    torch.take(block_tables, places, out=ids)
-    return views("block_ids", num_blocks).copy_(ids)
+    table_ids = buffers.table_ids(len(ids), dtype=block_tables.dtype)
+    torch.take(block_tables, places, out=table_ids)
+    return ids.copy_(table_ids)
 
 
-def _capacity_block_ids(schedule, block_tables, lens, views):
-    """For a static schedule, whose lengths are on the device: a block past a sequence's end is
-    never followed, block 0 is read in its place, and what was read is masked.
+def _read_lengths(step: Step, block_tables: Tensor, lens: Tensor) -> tuple[Tensor, Tensor]:
+    """tokens_to_end and block ids for a capacity schedule, whose lengths are on the device.
+
+    The ids past a sequence's end are replaced by 0. Block 0 is read there, and masked.
 
     Args:    lens: (num_seqs,), int64, overwritten
-    Returns: block_ids: (blocks,);  left: (work items,), tokens from an item's start to its
-                 sequence's end
     """
-    heads, num_blocks = schedule.heads, len(schedule.block_seqs)
-    block_size, last_column = heads.block_size, block_tables.shape[1] - 1
-    columns, starts = schedule.block_columns, views("places", num_blocks)
-    if heads.window is not None:  # columns are counted from the first block in sight
-        first = torch.sub(
-            lens, heads.window + heads.q_len - 1, out=views("first_blocks", len(lens))
-        )
+    schedule, buffers = step.schedule, step.buffers
+    shape, block_size = schedule.shape, schedule.shape.block_size
+    columns = schedule.block_columns
+    if shape.window is not None:  # columns are counted from the first block that is needed
+        first = torch.sub(lens, shape.window + shape.q_len - 1, out=buffers.first_blocks())
         first.clamp_(min=0).div_(block_size, rounding_mode="floor")
         lens.sub_(first, alpha=block_size)
-        columns = select(first, schedule.block_seqs, views("columns", num_blocks)).add_(columns)
-    columns = torch.clamp(columns, max=last_column, out=views("columns", num_blocks))
-    block_ids = _block_ids(schedule, block_tables, columns, views)
-    torch.mul(schedule.block_columns, block_size, out=starts)
-    ends = select(lens, schedule.block_seqs, views("table_ids", num_blocks))
-    block_ids.masked_fill_(torch.ge(starts, ends, out=views("dead_blocks", num_blocks)), 0)
-    left = select(lens, schedule.seqs, views("left", len(schedule.seqs))).sub_(schedule.starts)
-    return block_ids, left
+        columns = select(first, schedule.block_seqs, buffers.columns()).add_(columns)
+    columns = torch.clamp(columns, max=block_tables.shape[1] - 1, out=buffers.columns())
+    block_ids = _block_ids(step, block_tables, columns)
+    starts = torch.mul(schedule.block_columns, block_size, out=buffers.block_starts())
+    ends = select(lens, schedule.block_seqs, buffers.seq_ends())
+    block_ids.masked_fill_(torch.ge(starts, ends, out=buffers.past_end()), 0)
+    to_end = select(lens, schedule.items.seqs, buffers.tokens_to_end())
+    return to_end.sub_(schedule.items.starts), block_ids

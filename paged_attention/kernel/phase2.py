@@ -1,42 +1,47 @@
-"""Phase 2: the states of each sequence's partitions -> one state, segment by segment."""
+"""Phase 2: the states of each sequence's partitions become one state, segment by segment."""
 
-from paged_attention.kernel.gather import select
-from paged_attention.kernel.merge import LOWEST, merge_rows
-from paged_attention.kernel.states import all_states
+from torch import Tensor
+
+from .gather import select
+from .merge import LOWEST, merge_rows
+from .step import Step
 
 
-def phase2(schedule, views):
-    """One merge for each row of each sequence.
+def phase2(step: Step) -> tuple[Tensor, Tensor]:
+    """Merge the states of each row.
 
-    Returns: acc_s: (num_seqs, num_rows, aligned(head_size + 1)) and m: (num_seqs, num_rows),
-                 in order
+    The merge is a segmented reduction. A row's states are adjacent, and rows of equally many
+    states come together, so that nothing is padded.
+
+    Returns: acc_s: (num_seqs, num_rows, state_columns) and m: (num_seqs, num_rows), in the
+             batch's order
     """
-    num_seq_rows = schedule.heads.num_rows
-    acc_s, m = all_states(schedule, views)
-    columns = acc_s.shape[1]
-    weights = views("weights", schedule.num_states)
-    rows = schedule.num_seqs * num_seq_rows
-    merged_acc_s = views("merged_acc_s", rows + 1, 1, columns)  # one more than there are:
-    merged_m = views("merged_m", rows)  # batched_gemm wants room for two
+    schedule, _, buffers = step
+    shape = schedule.shape
+    acc_s, m, weights = buffers.acc_s(), buffers.m(), buffers.merge_weights()
+    merged_acc_s, merged_m = buffers.merged_acc_s(), buffers.merged_m()
     for row, num_rows, state, num_states in schedule.segments:
         out_acc_s, out_m = merged_acc_s[row:], merged_m[row : row + num_rows]
+        states = slice(state, state + num_rows * num_states)
         if num_states == 0:  # empty sequences
             out_acc_s.zero_()
             out_m.fill_(LOWEST)
-            continue
-        states = slice(state, state + num_rows * num_states)
-        merge_rows(
-            acc_s[states].view(num_rows, num_states, columns),
-            m[states].view(num_rows, num_states),
-            weights[states].view(num_rows, num_states),
-            out_acc_s,
-            out_m,
-        )
-    acc_s = merged_acc_s[:-1].view(schedule.num_seqs, num_seq_rows, columns)
-    m = merged_m.view(schedule.num_seqs, num_seq_rows)
+        elif num_states == 1:  # single tile: the state is there already
+            out_acc_s[:num_rows].copy_(acc_s[states].unsqueeze(1))
+            out_m.copy_(m[states])
+        else:
+            merge_rows(
+                acc_s[states].view(num_rows, num_states, shape.state_columns),
+                m[states].view(num_rows, num_states),
+                weights[states].view(num_rows, num_states),
+                out_acc_s,
+                out_m,
+            )
+    acc_s = merged_acc_s[:-1].view(schedule.num_seqs, shape.num_rows, shape.state_columns)
+    m = merged_m.view(schedule.num_seqs, shape.num_rows)
     if schedule.inverse is None:
         return acc_s, m
     return (
-        select(acc_s, schedule.inverse, views("sorted_acc_s", *acc_s.shape)),
-        select(m, schedule.inverse, views("sorted_m", *m.shape)),
+        select(acc_s, schedule.inverse, buffers.sorted_acc_s()),
+        select(m, schedule.inverse, buffers.sorted_m()),
     )

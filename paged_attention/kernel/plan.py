@@ -1,228 +1,242 @@
 """DecodePlan: a decode step planned once, from its lengths, and run for every layer."""
 
-import torch
+from collections.abc import Sequence
 
-from paged_attention.kernel.checks import (
+import torch
+from torch import Tensor
+
+from .call import Call, Inputs, check_call, planned_lengths
+from .checks import (
     FLOATS,
     check_backend,
     check_flag,
     check_out,
-    check_tensors,
-    checked_count,
     checked_device,
+    optional_count,
+    refuse,
     required_count,
 )
-from paged_attention.kernel.device import profile_of
-from paged_attention.kernel.execute import run
-from paged_attention.kernel.fp8 import FLOAT8S
-from paged_attention.kernel.layouts import LAYOUTS, Geometry, cache_shapes
-from paged_attention.kernel.options import make_options
-from paged_attention.kernel.partition import whole_blocks
-from paged_attention.kernel.schedule import Heads, Schedule
-from paged_attention.kernel.workspace import Workspace, default_workspace
+from .device import wave_bytes
+from .execute import execute
+from .fp8 import FLOAT8S
+from .layouts import Geometry, cache_shapes
+from .options import Options
+from .partition import whole_blocks
+from .schedule import Schedule
+from .shape import StepShape
+from .step import Step, StepBuffers
+from .workspace import Workspace, default_workspace
 
-PARTITION_SIZE = 1024  # tokens: the state of 24 heads takes 0.3 % of the K and V of 4
+# Tokens. With 24 query heads on 4 KV heads, a partition's states take 0.3 % of its K and V.
+PARTITION_SIZE = 1024
 
 
 def plan_decode(
     *,
-    num_heads,
-    num_kv_heads,
-    head_size,
-    block_size,
-    layout,
-    dtype=torch.float32,
+    num_heads: int,
+    num_kv_heads: int,
+    head_size: int,
+    block_size: int,
+    layout: str,
+    dtype: torch.dtype = torch.float32,
     device="cpu",
-    seq_lens=None,
-    num_seqs=None,
-    max_seq_len=None,
-    q_len=1,
-    window=None,
-    partition_size=None,
-    backend=None,
-):
+    seq_lens: Sequence[int] | Tensor | None = None,
+    num_seqs: int | None = None,
+    max_seq_len: int | None = None,
+    q_len: int = 1,
+    window: int | None = None,
+    partition_size: int | None = None,
+    backend: str | None = None,
+) -> "DecodePlan":
     """Plan a decode step: how its sequences are cut, in what waves, with what memory.
 
     Args:    num_heads, num_kv_heads, head_size, block_size, layout: as the tensors of `run` will
                    have them
-             dtype: the caches'; the query's is free
+             dtype: the caches'. The query's is free
              device: the caches'
-             seq_lens: (num_seqs,), a list or a CPU tensor: an exact plan. Its cost follows the
+             seq_lens: (num_seqs,), a list or a CPU tensor, for an exact plan. Its cost follows the
                    tokens, and it holds only for these lengths
-             num_seqs, max_seq_len: without seq_lens: a capacity plan. Its shapes are static and
-                   its cost follows the capacity; it holds for any lengths up to max_seq_len,
-                   read on the device in each run: the kind to capture in a CUDA graph
+             num_seqs, max_seq_len: without seq_lens, for a capacity plan. Its shapes are fixed and
+                   its cost follows the capacity. It holds for any lengths up to max_seq_len, which
+                   each run reads on the device. It is the kind to capture in a CUDA graph
              q_len: query tokens of each sequence
-             window: None, or how many keys a query sees, the newest included: blocks that none
+             window: None, or how many keys a query sees, the newest included. Blocks that no query
                    sees aren't in the plan
-             partition_size: tokens per partition, rounded up to whole blocks; None: 1,024, or
-                   what a wave holds if that is less
+             partition_size: tokens per partition, rounded up to whole blocks. None: 1,024, or what
+                   a wave holds if that is less
              backend: None or "eager"
     Returns: DecodePlan
     Raises:  TypeError, ValueError: the argument, its value, and what it should be
-    Cost:    host work in proportion to the partitions, and a copy of some numbers for each to the
-             device; no synchronisation
+    Cost:    host work in proportion to the partitions, and a copy of some numbers for each of them
+             to the device, without a synchronisation
+    Example: a plan for two sequences, whose `run` then serves every layer of the step.
+        >>> sizes = {"num_heads": 8, "num_kv_heads": 2, "head_size": 64, "block_size": 16}
+        >>> plan = plan_decode(**sizes, layout="HND", seq_lens=[3000, 40])
+        >>> [(wave.num_items, wave.width) for wave in plan.schedule.waves]
+        [(2, 1024), (1, 960), (1, 48)]
+        >>> plan.partition_size, plan.workspace_bytes
+        (1024, 1223552)
     """
-    num_heads = required_count("num_heads", num_heads)
-    num_kv_heads = required_count("num_kv_heads", num_kv_heads)
-    head_size = required_count("head_size", head_size)
-    block_size = required_count("block_size", block_size)
-    q_len, window = required_count("q_len", q_len), checked_count("window", window)
-    if num_heads % num_kv_heads:
-        raise ValueError(
-            f"num_heads must be a multiple of num_kv_heads, got {num_heads} and {num_kv_heads}"
-        )
-    if not isinstance(layout, str) or layout not in LAYOUTS:
-        raise ValueError(f"layout must be one of {LAYOUTS}, got {layout!r}")
+    shape = StepShape(
+        required_count("num_heads", num_heads),
+        required_count("num_kv_heads", num_kv_heads),
+        required_count("head_size", head_size),
+        required_count("block_size", block_size),
+        dtype,
+        required_count("q_len", q_len),
+        optional_count("window", window),
+    )
+    if shape.num_heads % shape.num_kv_heads:
+        refuse("num_heads", f"a multiple of num_kv_heads, {num_kv_heads}", num_heads)
     if dtype not in (*FLOATS, torch.uint8, *FLOAT8S):
-        raise TypeError(
-            f"dtype must be float32, float16, bfloat16, uint8 or a float8, got {dtype!r}"
-        )
-    cache_shapes(Geometry(1, block_size, num_kv_heads, head_size), layout, dtype)
+        refuse("dtype", "float32, float16, bfloat16, uint8 or a float8", repr(dtype), TypeError)
+    geometry = Geometry(1, shape.block_size, shape.num_kv_heads, shape.head_size)
+    cache_shapes(geometry, layout, dtype)  # which refuses sizes that the layout can't have
     check_backend(backend)
-    heads = Heads(num_heads, num_kv_heads, head_size, block_size, dtype, q_len, window)
     device = checked_device(device)
-    lengths = _lengths(seq_lens, num_seqs, max_seq_len)
-    return DecodePlan(heads, layout, device, lengths, seq_lens is None, partition_size)
-
-
-def _lengths(seq_lens, num_seqs, max_seq_len):
-    """A list of int: the lengths of an exact plan, the bounds of a capacity plan."""
-    if seq_lens is None:
-        if num_seqs is None or max_seq_len is None:
-            raise ValueError(
-                f"num_seqs and max_seq_len must be given where seq_lens isn't, got {num_seqs!r} "
-                f"and {max_seq_len!r}"
-            )
-        max_seq_len = required_count("max_seq_len", max_seq_len, least=0)
-        return [max_seq_len] * required_count("num_seqs", num_seqs, least=0)
-    if isinstance(seq_lens, torch.Tensor):
-        if not seq_lens.is_cpu:
-            raise ValueError(f"seq_lens must be on the CPU for a plan, got {seq_lens.device}")
-        seq_lens = seq_lens.tolist()
-    if not isinstance(seq_lens, (list, tuple)):
-        raise TypeError(f"seq_lens must be a list or a CPU tensor, got {seq_lens!r}")
-    lengths = [required_count(f"seq_lens[{i}]", n, least=0) for i, n in enumerate(seq_lens)]
-    if num_seqs not in (None, len(lengths)):
-        raise ValueError(f"num_seqs must be {len(lengths)} like seq_lens, got {num_seqs!r}")
-    longest = max(lengths, default=0)
-    if max_seq_len is not None and required_count("max_seq_len", max_seq_len, 0) < longest:
-        raise ValueError(
-            f"max_seq_len must be at least the longest sequence, got {max_seq_len} for {longest}"
-        )
-    return lengths
+    if seq_lens is not None:
+        lengths = planned_lengths(seq_lens, num_seqs, max_seq_len)
+        return DecodePlan.exact(shape, layout, device, lengths, partition_size)
+    if num_seqs is None or max_seq_len is None:
+        given = f"{num_seqs!r} and {max_seq_len!r}"
+        refuse("num_seqs and max_seq_len", "given where seq_lens isn't", given)
+    max_seq_len = required_count("max_seq_len", max_seq_len, least=0)
+    num_seqs = required_count("num_seqs", num_seqs, least=0)
+    return DecodePlan.capacity(shape, layout, device, num_seqs, max_seq_len, partition_size)
 
 
 class DecodePlan:
-    """What `plan_decode` returns: its `run` serves all layers of one step.
+    """What `plan_decode` returns. Its `run` serves all layers of one step.
 
-    workspace_bytes: what a Workspace holds after it has served this plan
+    Args:    shape, layout, device, partition_size: as `plan_decode`, checked but for the last
+             lengths: tokens of each sequence. If is_capacity, the most that each may have
+             wave_budget: bytes of K, or of V, as float32, of a wave. None: the device's
     """
 
-    def __init__(self, heads, layout, device, lengths, static, partition_size):
-        """The arguments of `plan_decode`, checked; static: whether lengths are bounds."""
-        self.layout, self.device = layout, device
-        self.num_seqs, self.static, self.window = len(lengths), static, heads.window
-        if heads.window is not None and heads.window >= max(lengths, default=0):
-            heads = heads._replace(window=None)  # all keys are in sight
-        floats = profile_of(device).wave_bytes // 4
-        kv_floats = heads.num_kv_heads * heads.head_size  # a token's, of K or of V
-        partition_size = checked_count("partition_size", partition_size)
+    def __init__(
+        self,
+        shape: StepShape,
+        layout: str,
+        device: torch.device,
+        lengths: Sequence[int],
+        partition_size: int | None = None,
+        *,
+        is_capacity: bool,
+        wave_budget: int | None = None,
+    ) -> None:
+        needed = shape
+        if shape.window is not None and shape.window >= max(lengths, default=0):
+            needed = shape._replace(window=None)  # all keys are in the window
+        floats = (wave_budget or wave_bytes(device)) // 4
+        kv_floats = shape.num_kv_heads * shape.head_size  # of a token's K, or of its V
+        partition_size = optional_count("partition_size", partition_size)
         if partition_size is None:
             partition_size = min(PARTITION_SIZE, max(1, floats // kv_floats))
-        wave_tokens = max(1, floats // max(kv_floats, heads.num_rows))  # or logits, if more
-        self.partition_size = whole_blocks(partition_size, heads.block_size)
-        self.schedule = Schedule(lengths, static, heads, self.partition_size, wave_tokens, device)
+        # The budget of a wave holds for its K, for its V, and for its logits.
+        wave_tokens = max(1, floats // max(kv_floats, shape.num_rows))
+        self.shape, self.layout = shape, layout
+        self.partition_size = whole_blocks(partition_size, shape.block_size)
+        cut = self.partition_size, wave_tokens
+        self.schedule = Schedule(needed, lengths, *cut, is_capacity=is_capacity, device=device)
+        self.buffers = StepBuffers(self.schedule)
+
+    @classmethod
+    def exact(cls, shape, layout, device, lengths, partition_size=None, **more) -> "DecodePlan":
+        """A plan for exactly these lengths."""
+        return cls(shape, layout, device, lengths, partition_size, is_capacity=False, **more)
+
+    @classmethod
+    def capacity(
+        cls, shape, layout, device, num_seqs, max_seq_len, partition_size=None, **more
+    ) -> "DecodePlan":
+        """A plan for num_seqs sequences of any lengths up to max_seq_len."""
+        lengths = [max_seq_len] * num_seqs
+        return cls(shape, layout, device, lengths, partition_size, is_capacity=True, **more)
 
     @property
-    def workspace_bytes(self):
-        return self.schedule.buffers.nbytes
+    def workspace_bytes(self) -> int:
+        """What a Workspace holds after it has served this plan."""
+        return self.buffers.nbytes
 
     def run(
         self,
-        query,
-        key_cache,
-        value_cache,
-        block_tables,
-        seq_lens,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        block_tables: Tensor,
+        seq_lens: Tensor,
         *,
-        scale=None,
-        kv_cache_dtype="auto",
-        k_scale=1.0,
-        v_scale=1.0,
-        alibi_slopes=None,
-        softcap=None,
-        sinks=None,
-        causal=True,
-        out=None,
-        workspace=None,
-        return_lse=False,
-    ):
-        """Attention of the new tokens of each sequence, as `paged_attention`, which see.
+        scale: float | None = None,
+        kv_cache_dtype: str = "auto",
+        k_scale: float | Tensor = 1.0,
+        v_scale: float | Tensor = 1.0,
+        alibi_slopes: Tensor | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+        causal: bool = True,
+        out: Tensor | None = None,
+        workspace: Workspace | None = None,
+        return_lse: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Attention of the new tokens of each sequence. The arguments are `paged_attention`'s.
 
         Layout, window, partition size and lengths are the plan's. Types, ranks, shapes, dtypes,
-        devices and aliasing are checked, values never: an id outside the pool, or a length beyond
-        what was planned, is the caller's to rule out. An exact plan doesn't read seq_lens; a
-        capacity plan reads it on the device, and never follows a table entry past a sequence's
-        end. A sequence longer than its capacity, or than its row of the table covers, becomes NaN.
+        devices and aliasing are checked, but values never are. So the caller must rule out ids
+        outside the pool, and lengths beyond what was planned.
 
-        Nothing is read back to the host and, given `out` and a workspace that has served this
-        plan, nothing is allocated but views (and lse).
+        An exact plan doesn't read seq_lens. A capacity plan reads it on the device, and never
+        follows a table entry past a sequence's end. A sequence that is longer than the capacity,
+        or than its row of the table covers, becomes NaN.
+
+        Nothing is read back to the host. Given `out` and a workspace that has served this plan,
+        nothing is allocated but views (and lse).
 
         Returns: out, or (out, lse)
         Raises:  TypeError, ValueError: the argument, its value, and what it should be
         """
-        inputs = query, key_cache, value_cache, block_tables, seq_lens
-        _, geometry = check_tensors(*inputs, self.layout, kv_cache_dtype)
-        self._check_shapes(inputs, geometry)
-        window = self.window
-        options = make_options(
-            query, geometry, scale, softcap, alibi_slopes, causal, window, sinks, k_scale, v_scale
-        )
+        inputs = Inputs(query, key_cache, value_cache, block_tables, seq_lens)
+        window = self.shape.window
+        options = Options(scale, k_scale, v_scale, alibi_slopes, window, softcap, sinks, causal)
+        call = check_call(inputs, self.layout, kv_cache_dtype, options)
+        self._check_planned_for(call)
         check_flag("return_lse", return_lse)
-        return self.run_checked(inputs, options, kv_cache_dtype, workspace, out, return_lse)
+        return self.run_checked(call, out, workspace, return_lse)
 
-    def run_checked(self, inputs, options, kv_cache_dtype, workspace, out, return_lse):
-        """`run`, for arguments that were checked but for workspace and out."""
-        query = inputs[0]
+    def run_checked(
+        self, call: Call, out: Tensor | None, workspace: Workspace | None, return_lse: bool
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """`run`, for a call that this plan was made for."""
+        query = call.inputs.query
         if workspace is None:
-            workspace = default_workspace(self.device)
+            workspace = default_workspace(self.schedule.device)
         elif not isinstance(workspace, Workspace):
-            raise TypeError(f"workspace must be a Workspace, got {type(workspace).__name__}")
+            refuse("workspace", "a Workspace", type(workspace).__name__, TypeError)
         if out is None:
             out = torch.empty_like(query, memory_format=torch.contiguous_format)
         else:
-            names = "query", "key_cache", "value_cache", "block_tables", "seq_lens"
-            read = dict(zip(names, inputs), workspace=next(iter(workspace.tensors()), None))
-            check_out(out, query, read | vars(options))
+            memory = dict(zip(["workspace"], workspace.tensors()))
+            check_out(out, query, call.inputs._asdict() | vars(call.options) | memory)
         lse = query.new_empty(query.shape[:-1], dtype=torch.float32) if return_lse else None
-        views = workspace.views(self.schedule.buffers, query)
-        run(self.schedule, options, inputs, self.layout, kv_cache_dtype, views, out, lse)
-        return (out, lse) if return_lse else out
+        step = Step(self.schedule, call.options, workspace.bind(self.buffers, query))
+        execute(step, call, out, lse)
+        return out if lse is None else (out, lse)
 
-    def _check_shapes(self, inputs, geometry):
-        """The tensors are those that were planned for."""
-        query, key_cache, _, block_tables, _ = inputs
-        heads, longest = self.schedule.heads, self.schedule.longest
-        for name, tensor, got, planned in (
-            ("query", query, query.device, self.device),
-            ("query", query, len(query), self.num_seqs),
-            ("query", query, query.shape[-2], heads.num_heads),
-            ("query", query, query.shape[1] if query.dim() == 4 else 1, heads.q_len),
-            ("key_cache", key_cache, key_cache.dtype, heads.dtype),
-            ("key_cache", key_cache, geometry[1:], (heads.block_size, *heads[1:3])),
-        ):
-            if got != planned:
-                raise ValueError(
-                    f"{name} must be what was planned for, {planned}, got {got}: "
-                    f"{tuple(tensor.shape)}, {tensor.dtype}, {tensor.device}"
-                )
-        if self.static or not longest:
-            return
-        covered = block_tables.shape[1] * geometry.block_size
-        if covered < longest or not geometry.num_blocks:
-            raise ValueError(
-                f"block_tables must cover the plan's longest sequence, got "
-                f"{block_tables.shape[1]} columns x block size {geometry.block_size} = {covered} "
-                f"for {longest} tokens in a pool of {geometry.num_blocks} blocks"
+    def _check_planned_for(self, call: Call) -> None:
+        """Check that the tensors are those that were planned for."""
+        schedule, inputs = self.schedule, call.inputs
+        wanted = dict(self.shape._asdict(), device=schedule.device, num_seqs=schedule.num_seqs)
+        query = inputs.query
+        got = dict(call.shape._asdict(), device=query.device, num_seqs=len(query))
+        for size in wanted:
+            if got[size] != wanted[size]:
+                of_query = size in ("device", "num_seqs", "num_heads", "q_len")
+                name = "query" if of_query else "key_cache"
+                rule = f"what was planned for, {wanted[size]} of {size}"
+                refuse(name, rule, f"{got[size]}: {tuple(getattr(inputs, name).shape)}")
+        longest, num_blocks = schedule.longest, call.geometry.num_blocks
+        if not schedule.is_capacity and longest and (call.covered < longest or not num_blocks):
+            columns = (
+                f"{inputs.block_tables.shape[1]} columns x block size {self.shape.block_size}"
             )
+            rule = f"wide enough for the plan's longest sequence, {longest} tokens"
+            refuse("block_tables", rule, f"{columns} = {call.covered} in {num_blocks} blocks")

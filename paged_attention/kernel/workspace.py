@@ -1,73 +1,153 @@
-"""Reused intermediates: the memory that a plan's runs share, so that a run allocates nothing."""
+"""Memory that calls share, so that a run allocates nothing."""
 
+import copy
+import functools
+import math
 import threading
-import weakref
+from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
-from paged_attention.kernel.checks import checked_device
+from .checks import checked_device, refuse
 
-ALIGNMENT = 64  # bytes; every buffer begins at a multiple, as torch's own allocations do
+ALIGNMENT = 64  # bytes. Every buffer begins at a multiple, as torch's own allocations do
+
+
+class Buffer:
+    """A part of a piece of memory, declared with its largest shape.
+
+    Called with a shape, it gives its beginning as a contiguous tensor: `buffer(8, 6, 1024)`.
+    Called without one, it gives all of itself. A view is made once and remembered.
+    """
+
+    def __init__(self, dtype: torch.dtype, shape: tuple[int, ...], first_byte: int) -> None:
+        self.dtype, self.shape, self.first_byte = dtype, shape, first_byte
+        self.nbytes = math.prod(shape) * dtype.itemsize
+        self.memory: Tensor | None = None  # until `Buffers.lying_in`
+        self.views: dict[tuple, Tensor] = {}
+
+    def __call__(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        view = self.views.get((shape, dtype))
+        if view is None:
+            view = self.views[shape, dtype] = self._view(shape or self.shape, dtype or self.dtype)
+        return view
+
+    def _view(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        assert self.memory is not None
+        if math.prod(shape) * dtype.itemsize > self.nbytes:
+            raise RuntimeError(
+                f"a buffer was declared as {self.shape} of {self.dtype}, and {shape} of {dtype} "
+                f"would overrun the next one"
+            )
+        with torch.inference_mode(False):  # or it couldn't be written to outside of it
+            typed = self.memory.view(dtype)
+        strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+        return typed.as_strided(shape, strides, self.first_byte // dtype.itemsize)
+
+
+class Buffers:
+    """Buffers that lie one after the other in one piece of memory.
+
+    A subclass declares each as an attribute, in its __init__: self.logits = self.declare(...).
+    """
+
+    nbytes = 0
+
+    def declare(self, dtype: torch.dtype, *shape: int) -> Buffer:
+        """A buffer after those that were declared before, with room for `shape` elements."""
+        buffer = Buffer(dtype, shape, self.nbytes)
+        self.nbytes += -(-buffer.nbytes // ALIGNMENT) * ALIGNMENT
+        return buffer
+
+    @functools.cached_property
+    def places(self) -> list[tuple]:
+        """Place, dtype and shape of each buffer. If they are equal, views can be shared."""
+        buffers = [b for b in vars(self).values() if isinstance(b, Buffer)]
+        return [(b.first_byte, b.dtype, b.shape) for b in buffers]
+
+    def lying_in(self, memory: Tensor):
+        """The same buffers, able to give views of memory, (nbytes / 4,) float32."""
+        result = copy.copy(self)
+        for name, buffer in vars(self).items():
+            if isinstance(buffer, Buffer):
+                bound = Buffer(buffer.dtype, buffer.shape, buffer.first_byte)
+                bound.memory = memory
+                setattr(result, name, bound)
+        return result
+
+
+SomeBuffers = TypeVar("SomeBuffers", bound=Buffers)
 
 
 class Workspace:
     """Memory for the intermediates of `paged_attention` and `DecodePlan.run`.
 
-    It grows to the largest plan it has served and is never shrunk but by `clear`. What it holds
-    between calls is of no meaning. One workspace serves one call at a time: threads, and streams
-    of a CUDA device, need one each.
+    It grows to the largest plan that it has served, and only `clear` makes it smaller. What it
+    holds between calls has no meaning. One workspace serves one call at a time, so threads, and
+    streams of a CUDA device, need one each.
 
-    Args:    device: where it lies; None: the device of the first plan that it serves
+    Args:    device: where it lies. None: the device of the first plan that it serves
+    Example:
+        >>> from paged_attention import plan_decode
+        >>> sizes = {"num_heads": 8, "num_kv_heads": 2, "head_size": 64, "block_size": 16}
+        >>> plan, workspace = plan_decode(**sizes, layout="HND", seq_lens=[40]), Workspace()
+        >>> pool, lens = torch.zeros(9, 2, 16, 64), torch.tensor([40])
+        >>> call = torch.zeros(1, 8, 64), pool, pool, torch.tensor([[7, 2, 5]]), lens
+        >>> for layer in range(3):
+        ...     out = plan.run(*call, workspace=workspace)
+        >>> workspace.nbytes == plan.workspace_bytes
+        True
     """
 
-    def __init__(self, device=None):
+    def __init__(self, device=None) -> None:
         self.device = None if device is None else checked_device(device)
-        self._memory = self._views = None
+        self.clear()
 
     @property
-    def nbytes(self):
+    def nbytes(self) -> int:
         """Bytes held."""
         return 0 if self._memory is None else 4 * self._memory.numel()
 
-    def tensors(self):
-        """The buffers held: none, or one, which everything a run writes to lies in."""
+    def tensors(self) -> list[Tensor]:
+        """The memory held. It is one tensor, or none before the first call."""
         return [] if self._memory is None else [self._memory]
 
-    def clear(self):
-        """Let go of the memory; the next call takes new one."""
-        self._memory = self._views = None
+    def clear(self) -> None:
+        """Free the memory. The next call allocates again."""
+        self._memory: Tensor | None = None
+        self._last: tuple[Buffers, Any] | None = None  # served, and lying in the memory
 
-    def views(self, buffers, like):
-        """Views of the memory as these buffers, remembered until ones of other sizes are asked
-        for: the next layer's, and most of the next step's, are the same.
+    def bind(self, buffers: SomeBuffers, like: Tensor) -> SomeBuffers:
+        """The buffers, lying in this workspace's memory.
 
-        Args:    like: a tensor of the call, on the device. If a tracer made it, the views lie in
-                   memory of their own and nothing is kept, because it is the tracer's
+        They are remembered until other ones are asked for, because the next layer's are the same,
+        and the next step's mostly are.
+
+        Args:    like: a tensor of the call, on the device. If a tracer made it, the buffers lie in
+                 memory of their own and nothing is kept, because it is the tracer's
         Raises:  ValueError: the workspace lies on another device
         """
-        device = like.device
-        if self.device is None:
-            self.device = device
-        if self.device != device:
-            raise ValueError(f"workspace must be on {device} like query, got {self.device}")
+        self.device = self.device or like.device
+        if self.device != like.device:
+            refuse("workspace", f"on {like.device} like query", self.device)
         if is_traced(like):
-            return Views(buffers, _new_memory(buffers, device))
-        views = self._views  # held here: another thread may clear the workspace
-        if views is None or views.places != buffers.places:
+            return buffers.lying_in(_new_memory(buffers.nbytes, like.device))
+        last = self._last  # held here, because another thread may clear the workspace
+        if last is None or not (last[0] is buffers or last[0].places == buffers.places):
             memory = self._memory
-            if memory is None or 4 * memory.numel() < buffers.nbytes:
-                memory = _new_memory(buffers, device)
-                self._memory = memory
-            views = self._views = Views(buffers, memory)
-        return views
+            if memory is None or self.nbytes < buffers.nbytes:
+                memory = self._memory = _new_memory(buffers.nbytes, like.device)
+            last = self._last = buffers, buffers.lying_in(memory)
+        return last[1]
 
 
-def _new_memory(buffers, device):
+def _new_memory(nbytes: int, device: torch.device) -> Tensor:
     with torch.inference_mode(False):  # or it couldn't be written to outside of it
-        return torch.empty(buffers.nbytes // 4, dtype=torch.float32, device=device)
+        return torch.empty(nbytes // 4, dtype=torch.float32, device=device)
 
 
-def is_traced(tensor):
+def is_traced(tensor: Tensor) -> bool:
     """Whether a tracer made this tensor, as FakeTensorMode, make_fx and torch.export do.
 
     Such a tensor has no memory, or none that outlives the tracing. So what was made beside it may
@@ -76,83 +156,21 @@ def is_traced(tensor):
     return type(tensor) not in (torch.Tensor, torch.nn.Parameter)
 
 
-class Buffers:
-    """Sizes of named buffers, laid one after the other.
-
-    Args:    sizes: name -> (dtype, number of elements)
-    """
-
-    def __init__(self, sizes):
-        self.places, self.nbytes = {}, 0
-        for name, (dtype, numel) in sizes.items():
-            self.places[name] = self.nbytes, dtype, numel
-            self.nbytes += -(-numel * dtype.itemsize // ALIGNMENT) * ALIGNMENT
-
-
-class Views:
-    """Buffers as tensors: `views("logits", 8, 6, 1024)`. A view is made once."""
-
-    def __init__(self, buffers, memory):
-        self.places, self._made, self._typed = buffers.places, {}, {torch.float32: memory}
-
-    def __call__(self, name, *shape, dtype=None):
-        """The beginning of a buffer, contiguous, of its own dtype unless another is given."""
-        view = self._made.get((name, shape, dtype))
-        if view is None:
-            first_byte, own_dtype, most = self.places[name]
-            typed = self._as(dtype or own_dtype)
-            strides, numel = [], 1
-            for n in reversed(shape):
-                strides.append(numel)
-                numel *= n
-            if numel * typed.itemsize > most * own_dtype.itemsize:
-                raise RuntimeError(
-                    f"buffer {name} was declared for {most} elements of {own_dtype}, and "
-                    f"{shape} of {typed.dtype} would overrun the next one"
-                )
-            view = typed.as_strided(shape, strides[::-1], first_byte // typed.itemsize)
-            self._made[name, shape, dtype] = view
-        return view
-
-    def _as(self, dtype):
-        """All of the memory, in a dtype."""
-        if dtype not in self._typed:
-            with torch.inference_mode(False):  # as above
-                self._typed[dtype] = self._typed[torch.float32].view(dtype)
-        return self._typed[dtype]
-
-
-# The one piece of global state: a workspace for each (device, stream, thread), for calls that were
-# given none. It goes when its thread ends.
+# The one piece of global state: each thread's workspaces, for calls that were given none. They go
+# when their thread ends.
 _own = threading.local()
-_lock = threading.Lock()
-_defaults = weakref.WeakSet()
 
 
-def default_workspace(device):
+def default_workspace(device: torch.device) -> Workspace:
     """The calling thread's workspace for a device and its current stream.
 
-    On `meta`, which has no memory to reuse, a new one each time: so a count there sees all of it.
+    On `meta`, which has no memory to keep, each call gets a new one. So a count there sees all
+    that a first call allocates.
     """
     if device.type == "meta":
         return Workspace(device)
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    by_stream = _own.__dict__.setdefault("by_stream", {})
-    workspace = by_stream.get((device, stream))
-    if workspace is None:
-        workspace = by_stream[device, stream] = Workspace(device)
-        with _lock:
-            _defaults.add(workspace)
-    return workspace
-
-
-def default_workspaces():
-    """All threads' default workspaces: what the package keeps between calls."""
-    with _lock:
-        return list(_defaults)
-
-
-def clear_default_workspaces():
-    """Let go of the memory of all default workspaces."""
-    for workspace in default_workspaces():
-        workspace.clear()
+    own: dict[tuple, Workspace] = _own.__dict__.setdefault("by_stream", {})
+    if (device, stream) not in own:
+        own[device, stream] = Workspace(device)
+    return own[device, stream]

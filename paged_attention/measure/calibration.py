@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from paged_attention.kernel.device import DeviceProfile, Figure, profile_of
+from paged_attention.cost.profiles import DeviceProfile, Figure, profile_of
 from paged_attention.measure.machine import device_name
 from paged_attention.measure.synchronization import Device, Fn
 from paged_attention.measure.timing import Measurement, interleaved

@@ -3,7 +3,6 @@
 import dis
 import functools
 import inspect
-import math
 import threading
 
 import torch
@@ -86,21 +85,21 @@ def scratch(query, max_seq_len):
     """
     partitions = ceil_div(max_seq_len, min(PARTITION_SIZE, partition_size()))
     shape = (*query.shape[:2], partitions)
-    buffers = _buffers(math.prod(shape), query.shape[2], query.dtype)
-    views = _workspace(query.device).views(buffers, query)
-    tmp_out = views("tmp_out", *shape, query.shape[2])
-    return views("exp_sum", *shape), views("max_logits", *shape), tmp_out
+    buffers = _scratch_buffers(shape, query.shape[2], query.dtype)
+    buffers = _workspace(query.device).bind(buffers, query)
+    return buffers.exp_sum(), buffers.max_logits(), buffers.tmp_out()
 
 
-@functools.lru_cache(maxsize=16)
-def _buffers(states, head_size, dtype):
-    return Buffers(
-        {
-            "exp_sum": (torch.float32, states),
-            "max_logits": (torch.float32, states),
-            "tmp_out": (dtype, states * head_size),
-        }
-    )
+class _ScratchBuffers(Buffers):
+    """Args: shape: (num_seqs, num_heads, num_partitions)"""
+
+    def __init__(self, shape, head_size, dtype):
+        self.exp_sum = self.declare(torch.float32, *shape)
+        self.max_logits = self.declare(torch.float32, *shape)
+        self.tmp_out = self.declare(dtype, *shape, head_size)
+
+
+_scratch_buffers = functools.lru_cache(maxsize=16)(_ScratchBuffers)
 
 
 def _workspace(device):

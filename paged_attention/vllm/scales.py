@@ -1,5 +1,19 @@
 """What vLLM's kv_cache_dtype, k_scale and v_scale mean, in all the ways they are passed."""
 
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class CacheOptions(NamedTuple):
+    """How cached keys and values are to be read, as this package takes it."""
+
+    kv_cache_dtype: str
+    k_scale: float | Tensor
+    v_scale: float | Tensor
+
 
 def cache_options(kv_cache_dtype, k_scale, v_scale):
     """(kv_cache_dtype, k_scale, v_scale) as this package takes them.
@@ -20,5 +34,7 @@ def cache_options(kv_cache_dtype, k_scale, v_scale):
             f"{v_scale!r}: the one kv_scale of vLLM before 0.5.3 isn't known here"
         )
     if kv_cache_dtype is None or kv_cache_dtype == "auto":
-        return "auto", 1.0, 1.0
-    return kv_cache_dtype, *((1.0, 1.0) if k_scale is None else (k_scale, v_scale))
+        return CacheOptions("auto", 1.0, 1.0)
+    if k_scale is None or v_scale is None:
+        return CacheOptions(kv_cache_dtype, 1.0, 1.0)
+    return CacheOptions(kv_cache_dtype, k_scale, v_scale)

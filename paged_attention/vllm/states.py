@@ -7,7 +7,7 @@ import torch
 
 from paged_attention.kernel.merge import merge_states
 from paged_attention.kernel.partition import ceil_div
-from paged_attention.kernel.states import partial_states
+from paged_attention.vllm.partial import partial_states
 
 
 def check_scratch(exp_sum, max_logits, tmp_out, out, max_seq_len, partition_size):
@@ -44,7 +44,9 @@ def write_states(plan, workspace, seq_lens, v_scale, exp_sum, max_logits, tmp_ou
     seq_lens = seq_lens.to(exp_sum.device).view(-1, 1, 1)
     for seqs, *state in partial_states(plan, workspace):
         acc, s, m = (tensor.squeeze(2) for tensor in state)  # (seqs, num_heads, num_states, ...)
-        seqs = slice(None) if len(seqs) == plan.num_seqs else seqs  # a list would be copied over
+        seqs = (
+            slice(None) if len(seqs) == plan.schedule.num_seqs else seqs
+        )  # a list would be copied over
         attention = acc / s.unsqueeze(-1)
         if isinstance(v_scale, torch.Tensor) and v_scale.dim():
             by_kv_head = attention.unflatten(1, (len(v_scale), -1))

@@ -4,9 +4,9 @@ from numbers import Real
 
 import torch
 
-from paged_attention.kernel.checks import INTS, cache_geometry, check_cache_dtypes
-from paged_attention.kernel.fp8 import meaning_of
-from paged_attention.kernel.layouts import tokens_of
+from paged_attention.kernel.checks import INTS
+from paged_attention.kernel.fp8 import element_dtype
+from paged_attention.kernel.layouts import cache_geometry, check_cache_dtypes, tokens_of
 from paged_attention.vllm.scales import cache_options
 
 
@@ -51,7 +51,7 @@ def reshape_and_cache(
     tokens = torch.where(kept, tokens, kept.int().argmax())
     slots = slot_mapping[tokens].long()
     place = slots.clamp(min=0) // geometry.block_size, slots.clamp(min=0) % geometry.block_size
-    meaning = meaning_of(key_cache.dtype, kv_cache_dtype)
+    meaning = element_dtype(key_cache.dtype, kv_cache_dtype)
     if meaning.itemsize == 1:  # bytes are moved as bytes
         key_cache, value_cache = key_cache.view(torch.uint8), value_cache.view(torch.uint8)
         k_scale = _divisor("k_scale", k_scale, key)

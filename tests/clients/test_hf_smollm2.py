@@ -13,7 +13,7 @@ import torch
 from hf_models import CACHE, awkward_pool, batch_of, greedy, hf
 
 from paged_attention.hf import smollm2
-from paged_attention.kernel.layouts import unpack
+from paged_attention.inputs import unpack
 
 NPZ = Path(__file__).parents[2] / "notebooks" / "data" / "smollm2.npz"
 LENGTHS = [5, 130]

@@ -237,7 +237,7 @@ def test_lengths_on_a_device_are_never_read_back(version, monkeypatch):
     """On meta any read of a value raises; and one plan serves all layers of many steps."""
     made = []
     init = DecodePlan.__init__
-    monkeypatch.setattr(DecodePlan, "__init__", lambda *a: (made.append(a), init(*a))[1])
+    monkeypatch.setattr(DecodePlan, "__init__", lambda *a, **k: (made.append(a), init(*a, **k))[1])
     pool = [torch.empty(n, device="meta") for n in ((9, 2, 12, 16, 4), (9, 2, 48, 16))]
     tables = torch.empty(3, 80, dtype=torch.int32, device="meta")
     lens = torch.empty(3, dtype=torch.int32, device="meta")

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paged_attention.kernel.device import (
+from paged_attention.cost.profiles import (
     AMORTISED,
     OPS_PER_WAVE,
     PROFILES,
@@ -15,7 +15,6 @@ from paged_attention.kernel.device import (
 )
 from paged_attention.kernel.partition import (
     even_shares,
-    grid_size,
     waves,
     whole_blocks,
     work_items,
@@ -76,11 +75,6 @@ def test_shares_are_even(tiles, workers):
     assert counts == sorted(counts, reverse=True) and max(counts, default=0) - 1 <= min(
         counts, default=0
     )
-
-
-def test_cubs_grid_on_16_multiprocessors_that_hold_two_blocks_each_is_160():
-    assert grid_size(10_000, sm_count=16, sm_occupancy=2) == 160
-    assert grid_size(100, sm_count=16, sm_occupancy=2) == 100
 
 
 def test_on_a_gpu_a_waves_bytes_take_ten_times_its_launches():

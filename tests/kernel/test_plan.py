@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 
 import pytest
 import torch
@@ -26,9 +28,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paged_attention import DecodePlan, Workspace, paged_attention, plan_decode
+from paged_attention.cost.profiles import OPS_PER_WAVE
 from paged_attention.inputs import random_inputs
-from paged_attention.kernel.device import OPS_PER_WAVE
-from paged_attention.kernel.workspace import clear_default_workspaces, default_workspaces
+from paged_attention.kernel.workspace import default_workspace
 from paged_attention.measure.counting import OpCounter, count
 
 HEADS, KV_HEADS, SIZE, BLOCK = 6, 2, 16, 8
@@ -411,26 +413,25 @@ def test_a_workspace_lies_on_one_device():
         planned("HND", seq_lens=[9]).run(dense.query, *pool, workspace={})
 
 
-def test_the_default_workspaces_can_be_seen_and_cleared_and_go_with_their_threads():
+def test_each_thread_has_a_default_workspace_of_its_own_which_goes_with_it():
     dense, pool = batch([300], "HND")
-    clear_default_workspaces()
-    assert sum(w.nbytes for w in default_workspaces()) == 0
     right = paged_attention(dense.query, *pool, layout="HND")
-    mine = [w for w in default_workspaces() if w.nbytes]
-    assert len(mine) == 1
-    inside = []
+    mine, theirs = default_workspace(torch.device("cpu")), []
+    assert mine.nbytes and default_workspace(torch.device("cpu")) is mine
 
     def elsewhere():
-        paged_attention(dense.query, *pool, layout="HND")
-        inside.append(len([w for w in default_workspaces() if w.nbytes]))
+        assert_same(paged_attention(dense.query, *pool, layout="HND"), right)
+        theirs.append(weakref.ref(default_workspace(torch.device("cpu"))))
+        assert theirs[0]() is not mine and theirs[0]().nbytes
 
     thread = threading.Thread(target=elsewhere)
     thread.start()
     thread.join()
-    assert inside == [2]
-    assert [w for w in default_workspaces() if w.nbytes] == mine
-    clear_default_workspaces()
-    assert mine[0].nbytes == 0
+    del thread
+    gc.collect()
+    assert theirs[0]() is None
+    mine.clear()
+    assert mine.nbytes == 0
     assert_same(paged_attention(dense.query, *pool, layout="HND"), right)
 
 

@@ -148,6 +148,18 @@ def test_lengths_are_checked_without_validate_too():
     for wrong in (torch.tensor([-1]), torch.tensor([10_000])):
         with pytest.raises(ValueError, match="seq_lens"):
             paged_attention(query, key, value, tables, wrong, **options, validate=False)
+    with pytest.raises(ValueError, match="max_seq_len.*seq_lens"):
+        bounds = {"validate": False, "max_seq_len": 49}
+        paged_attention(query, key, value, tables, lens, **options, **bounds)
+
+
+def test_without_validation_a_bad_id_leads_out_of_a_pool_of_one_block_too():
+    _, (query, key, value, tables, lens), options = call("HND", seq_lens=(5,))
+    one = key[tables[0, :1].long()], value[tables[0, :1].long()]
+    for bad in (7, 1, -1):
+        tables = torch.tensor([[bad]], dtype=torch.int32)
+        with pytest.raises(IndexError):
+            paged_attention(query, *one, tables, lens, **options, validate=False)
 
 
 def test_a_device_may_be_named_with_its_index():

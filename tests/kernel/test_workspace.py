@@ -8,8 +8,8 @@ from helpers import in_each_layout, on_each_device
 
 from paged_attention import Workspace, paged_attention, plan_decode, reference_attention
 from paged_attention.inputs import random_inputs
-from paged_attention.kernel.schedule import Schedule
-from paged_attention.kernel.workspace import Buffers
+from paged_attention.kernel.step import StepBuffers
+from paged_attention.kernel.workspace import Buffer, Buffers
 from paged_attention.vllm.dispatch import scratch
 
 pytestmark = pytest.mark.quick
@@ -24,18 +24,18 @@ def assert_right(inputs, out, layout="HND"):
 # -- bounds
 
 
-@pytest.mark.parametrize("name", ["wave_acc", "wave_m", "wave_s", "weights", "logits", "kv"])
-def test_a_buffer_declared_too_small_is_named_and_overruns_nothing(monkeypatch, name):
-    sizes = Schedule._sizes
+@pytest.mark.parametrize("name", ["wave_acc", "wave_m", "wave_s", "merge_weights", "kv"])
+def test_a_buffer_declared_too_small_is_an_error_and_overruns_nothing(monkeypatch, name):
+    declare = StepBuffers.__init__
 
-    def halved(schedule):
-        declared = sizes(schedule)
-        dtype, numel = declared[name]
-        return {**declared, name: (dtype, numel // 2)}
+    def halved(buffers, schedule):
+        declare(buffers, schedule)
+        whole = getattr(buffers, name)
+        setattr(buffers, name, Buffer(whole.dtype, (whole.nbytes // 8,), whole.first_byte))
 
-    monkeypatch.setattr(Schedule, "_sizes", halved)
+    monkeypatch.setattr(StepBuffers, "__init__", halved)
     inputs = random_inputs([700, 300, 0, 1500], head_size=32, layout="HND", poison=False, **SIZES)
-    with pytest.raises(RuntimeError, match=f"buffer {name} was declared for"):
+    with pytest.raises(RuntimeError, match="would overrun the next one|is invalid for input"):
         paged_attention(*inputs, layout="HND", workspace=Workspace(), partition_size=64)
 
 
@@ -62,14 +62,21 @@ def test_own_02_vllms_scratch_serves_two_models(device):
             tensor.fill_(1.0)
 
 
+class TwoBuffers(Buffers):
+    def __init__(self, numel):
+        self.a = self.declare(torch.float32, 3)
+        self.b = self.declare(torch.int16, numel)
+
+
 def test_buffers_of_other_sizes_are_other_buffers():
-    small, large = (Buffers({"a": (torch.float32, 3), "b": (torch.int16, n)}) for n in (5, 7))
     workspace, like = Workspace(), torch.zeros(1)
-    assert workspace.views(small, like) is workspace.views(small, like)
-    assert workspace.views(small, like)("b", 5).shape == (5,)
-    assert workspace.views(large, like)("b", 7).shape == (7,)
-    with pytest.raises(RuntimeError, match="buffer b was declared for 7 elements"):
-        workspace.views(large, like)("b", 8)
+    small = workspace.bind(TwoBuffers(5), like)
+    assert workspace.bind(TwoBuffers(5), like) is small
+    assert small.b().shape == (5,) and small.b(2, 2) is small.b(2, 2)
+    large = workspace.bind(TwoBuffers(7), like)
+    assert large is not small and large.b().shape == (7,)
+    with pytest.raises(RuntimeError, match="would overrun the next one"):
+        large.b(8)
 
 
 # -- tracers

@@ -1,10 +1,10 @@
-"""The plain call against another checkout's, in turns: python tests/against_version.py <checkout>
+"""The plain call against another checkout's: python tests/tools/against_version.py <checkout>
 
 Prints the median of the pairs' time ratios, new over old, three times, beside the same of the old
 one against a second copy of itself: what differs less than those do is noise.
 """
 
-import importlib.util
+import importlib
 import statistics
 import sys
 import time
@@ -16,14 +16,23 @@ CASES = [(1024, "HND", 400), (1024, "vllm", 300), (8192, "HND", 120), (8192, "NH
 CASES += [(32768, "HND", 40)]
 
 
-def load(name, checkout):
-    folder = Path(checkout) / "paged_attention"
-    spec = importlib.util.spec_from_file_location(
-        name, folder / "__init__.py", submodule_search_locations=[str(folder)]
-    )
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def load(checkout, *more):
+    """A checkout's package, and more of its modules, none of which stays in sys.modules."""
+    sys.path.insert(0, str(checkout))
+    forget()
+    modules = [importlib.import_module(name) for name in ("paged_attention", *more)]
+    sys.path.pop(0)
+    forget()
+    return modules
+
+
+def is_ours(name):
+    return name.split(".")[0] == "paged_attention"
+
+
+def forget():
+    for name in [name for name in sys.modules if is_ours(name)]:
+        del sys.modules[name]
 
 
 def median_ratio(first, second, num_pairs):
@@ -40,17 +49,16 @@ def median_ratio(first, second, num_pairs):
 
 
 def main(checkout):
-    new = load("new", Path(__file__).parents[2])
-    olds = load("old", checkout), load("old_again", checkout)
-    pack = importlib.import_module("new.layouts").pack
+    new, inputs = load(Path(__file__).parents[2], "paged_attention.inputs")
+    olds = [load(checkout)[0] for _ in range(2)]
     for tokens, layout, num_pairs in CASES:
         num_blocks = tokens // 16
-        cache = pack(*torch.randn(2, num_blocks, 16, 4, 256), layout)
+        cache = inputs.pack(*torch.randn(2, num_blocks, 16, 4, 256), layout)
         table = torch.randperm(num_blocks).to(torch.int32)[None]
-        inputs = torch.randn(1, 24, 256), *cache, table, torch.tensor([tokens])
+        step = torch.randn(1, 24, 256), *cache, table, torch.tensor([tokens])
         old, again, ours = (
-            lambda module=module, inputs=inputs, layout=layout: module.paged_attention(
-                *inputs, layout=layout
+            lambda module=module, step=step, layout=layout: module.paged_attention(
+                *step, layout=layout
             )
             for module in (*olds, new)
         )

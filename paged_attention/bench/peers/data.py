@@ -7,8 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from paged_attention.inputs import Inputs
-from paged_attention.kernel.layouts import pack, unpack
+from paged_attention.inputs import Inputs, pack, unpack
 from paged_attention.kernel.partition import ceil_div
 
 Call = Callable[[], torch.Tensor]  # returns (num_seqs, num_heads, head_size)

@@ -7,9 +7,8 @@ from typing import Any
 import torch
 
 from paged_attention.bench.peers.data import Batch, Call
-from paged_attention.inputs import Inputs
+from paged_attention.inputs import Inputs, pack, unpack
 from paged_attention.kernel.decode import paged_attention
-from paged_attention.kernel.layouts import pack, unpack
 from paged_attention.kernel.workspace import Workspace
 from paged_attention.measure.counting import count
 

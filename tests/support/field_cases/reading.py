@@ -10,7 +10,7 @@ import torch
 from helpers import NAN, STAGE_NAMES, Dense, Pool, generated, oracle, paged, to, uniform
 
 from paged_attention import paged_attention
-from paged_attention.kernel.layouts import pack, unpack
+from paged_attention.inputs import pack, unpack
 
 from .judging import answers, case, check, each_dtype
 from .rows import PAGED

@@ -1,0 +1,155 @@
+"""The arguments of one decode step, checked.
+
+`paged_attention`, a plan's run, vLLM's operations and the reference all begin here.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .checks import FLOATS, INTS, refuse, require_tensor, required_count
+from .layouts import Geometry, cache_geometry, check_cache_dtypes, resolve_layout
+from .options import Options, check_option_values, checked_options
+from .partition import ceil_div, first_needed
+from .shape import StepShape
+
+
+class Inputs(NamedTuple):
+    """The tensors that every decode step reads."""
+
+    query: Tensor
+    key_cache: Tensor
+    value_cache: Tensor
+    block_tables: Tensor
+    seq_lens: Tensor
+
+
+class Call(NamedTuple):
+    """The arguments of one decode step."""
+
+    inputs: Inputs
+    layout: str
+    kv_cache_dtype: str
+    geometry: Geometry
+    options: Options
+
+    @property
+    def shape(self) -> StepShape:
+        query, (_, block_size, num_kv_heads, head_size) = self.inputs.query, self.geometry
+        q_len = query.shape[1] if query.dim() == 4 else 1
+        dtype, window = self.inputs.key_cache.dtype, self.options.window
+        return StepShape(
+            query.shape[-2], num_kv_heads, head_size, block_size, dtype, q_len, window
+        )
+
+    @property
+    def covered(self) -> int:
+        """Tokens that a row of the block table has columns for."""
+        return self.inputs.block_tables.shape[1] * self.geometry.block_size
+
+
+def check_call(inputs: Inputs, layout: str | None, kv_cache_dtype: str, options: Options) -> Call:
+    """Check everything about a step's arguments that is not a tensor's value.
+
+    Raises:  TypeError, ValueError: which argument, its value, what it should be
+    """
+    for name, tensor in inputs._asdict().items():
+        require_tensor(name, tensor)
+    query, key_cache, value_cache, block_tables, seq_lens = inputs
+    require_tensor("query", query, FLOATS)
+    check_cache_dtypes(key_cache, value_cache, kv_cache_dtype)
+    for name in ("block_tables", "seq_lens"):
+        require_tensor(name, getattr(inputs, name), INTS)
+    for name, tensor in inputs._asdict().items():
+        if not (name == "seq_lens" and tensor.is_cpu):  # which is allowed
+            require_tensor(name, tensor, device=query.device)
+    layout = resolve_layout(key_cache, layout)
+    geometry = cache_geometry(key_cache, value_cache, layout)
+    _check_query(query, geometry)
+    if block_tables.dim() != 2 or len(block_tables) != len(query):
+        rule = f"(num_seqs, max_blocks) with num_seqs = {len(query)} like query"
+        refuse("block_tables", rule, tuple(block_tables.shape))
+    require_tensor("seq_lens", seq_lens, shape=(len(query),))
+    options = checked_options(query, geometry, options)
+    return Call(inputs, layout, kv_cache_dtype, geometry, options)
+
+
+def _check_query(query: Tensor, geometry: Geometry) -> None:
+    got = tuple(query.shape)
+    if query.dim() not in (3, 4):
+        rule = "(num_seqs, num_heads, head_size) or (num_seqs, q_len, num_heads, head_size)"
+        refuse("query", rule, got)
+    if query.dim() == 4 and not got[1]:
+        refuse("query", "of a q_len of at least 1", got)
+    num_heads, head_size = got[-2:]
+    if head_size != geometry.head_size:
+        refuse("query's head_size", f"key_cache's, {geometry.head_size}", head_size)
+    if num_heads < 1 or num_heads % geometry.num_kv_heads:
+        rule = f"a multiple of the cache's num_kv_heads, {geometry.num_kv_heads}"
+        refuse("query's num_heads", rule, num_heads)
+
+
+def lengths_on_host(call: Call, max_seq_len: int | None) -> list[int]:
+    """seq_lens as a list, checked. On an accelerator reading them is a synchronisation."""
+    lengths, columns = call.inputs.seq_lens.tolist(), call.inputs.block_tables.shape[1]
+    for seq, seq_len in enumerate(lengths):
+        name = f"seq_lens[{seq}]"
+        if seq_len < 0:
+            refuse(name, "at least 0", seq_len)
+        if max_seq_len is not None and seq_len > max_seq_len:
+            refuse(
+                "max_seq_len", f"at least the longest sequence, {name} = {seq_len}", max_seq_len
+            )
+        if seq_len > call.covered:
+            table = f"{columns} columns x block size {call.geometry.block_size} = {call.covered}"
+            refuse(name, f"at most what its row of block_tables covers, {table}", seq_len)
+    return lengths
+
+
+def check_values(call: Call, lengths: list[int]) -> None:
+    """Check what tensors hold: every live block id, and the options.
+
+    On an accelerator this reads block_tables and the options' tensors back to the host.
+
+    Args:    lengths: seq_lens, on the host
+    """
+    check_option_values(call.options)
+    block_size, num_blocks = call.geometry.block_size, call.geometry.num_blocks
+    table = call.inputs.block_tables.cpu()
+    if not table.numel():
+        return
+    outside = (table < 0) | (table >= num_blocks)  # (num_seqs, max_blocks)
+    if not outside.any():
+        return
+    columns = torch.arange(table.shape[1], device="cpu")
+    ends = [ceil_div(seq_len, block_size) for seq_len in lengths]
+    live = columns < torch.tensor(ends, device="cpu").unsqueeze(1)
+    q_len, window = call.shape.q_len, call.options.window
+    firsts = [first_needed(n, q_len, window, block_size) // block_size for n in lengths]
+    if any(firsts):
+        live &= columns >= torch.tensor(firsts, device="cpu").unsqueeze(1)
+    for seq, column in (live & outside).nonzero().tolist():
+        block = int(table[seq, column])
+        raise ValueError(
+            f"block_tables[{seq}][{column}] is block {block}, outside the pool of {num_blocks} "
+            f"blocks (sequence {seq}, column {column}), so reading it would read memory that is "
+            f"not the sequence's own"
+        )
+
+
+def planned_lengths(seq_lens: object, num_seqs: int | None, max_seq_len: int | None) -> list[int]:
+    """The lengths of an exact plan, checked."""
+    if isinstance(seq_lens, Tensor):
+        if not seq_lens.is_cpu:
+            refuse("seq_lens", "on the CPU for a plan", seq_lens.device)
+        seq_lens = seq_lens.tolist()
+    if not isinstance(seq_lens, (list, tuple)):
+        refuse("seq_lens", "a list or a CPU tensor", repr(seq_lens), TypeError)
+    lengths = [required_count(f"seq_lens[{i}]", n, least=0) for i, n in enumerate(seq_lens)]
+    if num_seqs not in (None, len(lengths)):
+        refuse("num_seqs", f"{len(lengths)} like seq_lens", repr(num_seqs))
+    longest = max(lengths, default=0)
+    if max_seq_len is not None and required_count("max_seq_len", max_seq_len, 0) < longest:
+        refuse("max_seq_len", f"at least the longest sequence, {longest}", max_seq_len)
+    return lengths

@@ -1,0 +1,733 @@
+"""The faults that `mutants.py` puts into a copy of the project, one at a time.
+
+Each is small, and such as somebody could write. The targets are what ought to notice it, the
+quickest first; where one has noticed, the others don't run.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Fault(NamedTuple):
+    name: str  # what is broken, as the end of "it would go unnoticed that ..."
+    file: str  # within the project
+    old: str  # stands in the file once
+    new: str
+    targets: tuple[str, ...]  # pytest's arguments: a file, or "file -k expression"
+    note: str = ""
+
+
+def of(folder, *targets):
+    """A maker of faults in one folder; these are the targets of those that name no others."""
+
+    def fault(name, file, old, new, *others, note=""):
+        return Fault(name, folder + file, old, new, others or targets, note)
+
+    return fault
+
+
+T = "tests/test_"
+DECODE, PLAN, ISOLATION = f"{T}decode.py", f"{T}plan.py", f"{T}isolation.py"
+INVARIANCE, DIFFERENTIAL = f"{T}invariance.py", f"{T}differential.py"
+FIELD_CASES, AROUND = f"{T}field_cases.py", f"{T}surroundings.py"
+MALFORMED, MALFORMED_OUT, PARTITION = (
+    f"{T}malformed.py",
+    f"{T}malformed_out.py",
+    f"{T}partition.py",
+)
+MALFORMED_PLANS, COST, MEASURE = f"{T}malformed_plans.py", f"{T}cost.py", f"{T}measure.py"
+
+kernel = of("paged_attention/kernel/", DECODE, PLAN, DIFFERENTIAL)
+KERNEL = [
+    # -- what a query sees
+    kernel(
+        "the slot after a sequence's end is seen",
+        "mask.py",
+        "past_end = torch.ge(",
+        "past_end = torch.gt(",
+    ),
+    kernel(
+        "a last block that lacks one token isn't masked",
+        "schedule.py",
+        "else min(to_end) + 1",
+        "else min(to_end) + 2",
+    ),
+    kernel(
+        "a window is one key too wide",
+        "mask.py",
+        "torch.clamp(distance, 0, window - 1, out=",
+        "torch.clamp(distance, 0, window, out=",
+        FIELD_CASES + " -k window",
+        DIFFERENTIAL,
+    ),
+    kernel(
+        "a wave is windowed only if its shortest sequence is",
+        "schedule.py",
+        "least - width, max(to_end)",
+        "least - width, min(to_end)",
+        FIELD_CASES + " -k window",
+        DIFFERENTIAL,
+        INVARIANCE,
+    ),
+    kernel(
+        "a window is dropped where the batch's shortest sequence fits it",
+        "plan.py",
+        "shape.window >= max(lengths, default=0):",
+        "shape.window >= min(lengths, default=0):",
+        FIELD_CASES + " -k window",
+        DIFFERENTIAL,
+    ),
+    kernel(
+        "of several query rows only the last one's window decides which blocks are read",
+        "partition.py",
+        "seq_len - (window + q_len - 1)",
+        "seq_len - window",
+        DIFFERENTIAL,
+    ),
+    kernel(
+        "a capacity plan has no room for what precedes a window in its first block",
+        "shape.py",
+        "return self.window + self.q_len - 1 + self.block_size - 1",
+        "return self.window + self.q_len - 1",
+        FIELD_CASES + " -k window",
+        DIFFERENTIAL,
+    ),
+    kernel(
+        "a sequence's query rows stand in reverse order",
+        "schedule.py",
+        "self.distance_offsets = self.distance_offsets.flip(0)",
+        "self.distance_offsets = self.distance_offsets.flip(1)[:, :widest]",
+        FIELD_CASES + " -k several_query",
+        DIFFERENTIAL,
+    ),
+    kernel(
+        "a query sees the token after its own",
+        "schedule.py",
+        "(shape.q_len, widest), (1, 1), 1)",
+        "(shape.q_len, widest), (1, 1), 0)",
+        FIELD_CASES + " -k several_query",
+        DIFFERENTIAL,
+    ),
+    kernel(
+        "causal=False is not heeded",
+        "mask.py",
+        "rows = shape.q_len if options.causal else 1",
+        "rows = shape.q_len",
+        FIELD_CASES + " -k several_query",
+        DIFFERENTIAL,
+    ),
+    # -- logits
+    kernel(
+        "ALiBi favours what is far",
+        "mask.py",
+        "slopes, value=-1)",
+        "slopes, value=1)",
+        FIELD_CASES + " -k alibi",
+        DIFFERENTIAL,
+    ),
+    kernel(
+        "softcap comes after ALiBi's bias",
+        "mask.py",
+        "    if softcap is not None:\n        logits.div_(softcap).tanh_().mul_(softcap)  # each reads and writes the logits\n    if slopes is not None and mask.bias_distance is not None:\n        distance = mask.bias_distance\n        _by_head(logits, distance).addcmul_(distance.unsqueeze(1), slopes, value=-1)\n",
+        "    if slopes is not None and mask.bias_distance is not None:\n        distance = mask.bias_distance\n        _by_head(logits, distance).addcmul_(distance.unsqueeze(1), slopes, value=-1)\n    if softcap is not None:\n        logits.div_(softcap).tanh_().mul_(softcap)\n",
+        FIELD_CASES + " -k softcap",
+        DIFFERENTIAL,
+    ),
+    kernel(
+        "a scale of 0 is taken for none",
+        "options.py",
+        "geometry.head_size**-0.5 if given.scale is None else",
+        "geometry.head_size**-0.5 if not given.scale else",
+        DECODE + " -k scale_defaults",
+    ),
+    kernel(
+        "slopes and scales of NaN are accepted",
+        "options.py",
+        "if not abs(x) <= LARGEST]",
+        "if abs(x) > LARGEST]",
+        MALFORMED,
+    ),
+    kernel(
+        "a k_scale that is a tensor is ignored",
+        "execute.py",
+        "    _multiply(step, scaled, k_scale)",
+        "    pass",
+        FIELD_CASES + " -k fp8",
+        DIFFERENTIAL,
+    ),
+    kernel(
+        "a sink is dropped",
+        "execute.py",
+        "if options.sinks is not None:",
+        "if False:",
+        FIELD_CASES + " -k sink",
+        DIFFERENTIAL,
+    ),
+    kernel(
+        "a sink is merged once per partition, too",
+        "phase1.py",
+        "s.index_copy_(0, wave.state_rows, wave_s.view(-1, 1))",
+        "s.index_copy_(0, wave.state_rows, wave_s.view(-1, 1) if options.sinks is None else (wave_s.view(wave.num_items, shape.num_heads, -1) + (options.sinks.float().view(-1, 1) - wave_m.view(wave.num_items, shape.num_heads, -1)).exp()).view(-1, 1))",
+        FIELD_CASES + " -k sink",
+    ),
+    # -- phase 1
+    kernel(
+        "logits that are all -inf have a maximum of -inf",
+        "phase1.py",
+        "m.clamp_(min=LOWEST)",
+        "m",
+        AROUND,
+        PLAN,
+    ),
+    kernel(
+        "a value that no row sees is multiplied by 0, not made 0",
+        "mask.py",
+        "    if masked is None:\n        return\n",
+        "    return\n",
+    ),
+    kernel(
+        "a block's ids are followed to the first one past a sequence's end",
+        "phase1.py",
+        "torch.ge(starts, ends, out=",
+        "torch.gt(starts, ends, out=",
+        PLAN,
+        DIFFERENTIAL,
+    ),
+    kernel(
+        "no block takes the place of one past a sequence's end",
+        "phase1.py",
+        "out=buffers.past_end()), 0)",
+        "out=buffers.past_end()), -1)",
+        PLAN,
+        DIFFERENTIAL,
+    ),
+    kernel(
+        "a sequence longer than its capacity passes for whole",
+        "execute.py",
+        "    if too_long is not None:",
+        "    if False:",
+        PLAN + " -k becomes_nan",
+    ),
+    kernel(
+        "a sequence longer than its row of the table passes for whole",
+        "execute.py",
+        "most = min(schedule.longest, call.covered if key_cache.numel() else 0)",
+        "most = schedule.longest",
+        PLAN + " -k becomes_nan",
+    ),
+    kernel(
+        "a wave's states are written side by side",
+        "schedule.py",
+        "state_rows = items.first_states.unsqueeze(1) + steps",
+        "state_rows = items.first_states.unsqueeze(1) + self.arange[: shape.num_rows]",
+    ),
+    # -- phase 2
+    kernel(
+        "states are merged without bringing them to one maximum",
+        "merge.py",
+        "torch.sub(m, out_m.unsqueeze(1), out=weights).exp_()",
+        "torch.sub(m, m, out=weights).exp_()",
+        f"{T}merge.py",
+    ),
+    kernel(
+        "the lse is of base 2",
+        "merge.py",
+        "torch.log(s, out=lse).add_(m)",
+        "torch.log2(s, out=lse).add_(m)",
+        f"{T}merge.py",
+    ),
+    kernel(
+        "an empty sequence's state is what the workspace held",
+        "phase2.py",
+        "            out_acc_s.zero_()\n",
+        "",
+    ),
+    kernel(
+        "results stay in the order of the merge",
+        "phase2.py",
+        "if schedule.inverse is None:",
+        "if True:",
+    ),
+    kernel(
+        "the order of the merge is applied again, not undone",
+        "schedule.py",
+        "_int64(self.order).argsort().to(device)",
+        "_int64(self.order).to(device)",
+    ),
+    kernel(
+        "v_scale counts twice",
+        "execute.py",
+        "    _multiply(step, result, options.v_scale)",
+        "    [_multiply(step, result, options.v_scale) for _ in range(2)]",
+        FIELD_CASES + " -k fp8",
+        DIFFERENTIAL,
+    ),
+    kernel(
+        "a matrix alone in its batch is not computed as one of two",
+        "gemm.py",
+        "    if num == 1:",
+        "    if False:",
+        PLAN + " -k bits_do_not_depend",
+        ISOLATION,
+        INVARIANCE,
+    ),
+    kernel(
+        "matrices begin anywhere, not at 16 bytes",
+        "gemm.py",
+        "return -(-columns // 4) * 4",
+        "return columns",
+        DIFFERENTIAL,
+        ISOLATION,
+    ),
+    # -- layouts and fp8
+    kernel(
+        "KV heads are taken to lie side by side",
+        "gather.py",
+        "if steps == [1]:",
+        "if len(steps) == 1:",
+    ),
+    kernel(
+        "fp8's e4m3 has another bias",
+        "fp8.py",
+        "2.0 ** (15 - 7)",
+        "2.0 ** (15 - 8)",
+        FIELD_CASES + " -k fp8",
+        DIFFERENTIAL,
+    ),
+    kernel(
+        "fp8's NaN is 480",
+        "fp8.py",
+        "eq_(0x7F), alpha=0x4000)",
+        "eq_(0x7F), alpha=0)",
+        INVARIANCE + " -k a_live_nan",
+    ),
+    # -- plan, workspace, surroundings
+    kernel(
+        "a partition size isn't rounded up to whole blocks",
+        "plan.py",
+        "self.partition_size = whole_blocks(partition_size, shape.block_size)",
+        "self.partition_size = partition_size",
+    ),
+    kernel(
+        "how a sequence is cut depends on its neighbours' number",
+        "plan.py",
+        "min(PARTITION_SIZE, max(1, floats // kv_floats))",
+        "max(1, min(PARTITION_SIZE, floats // kv_floats) // max(1, len(lengths)))",
+        ISOLATION,
+    ),
+    kernel(
+        "a wave has no limit",
+        "partition.py",
+        "ceil_div(len(alike), max(1, wave_tokens // width))",
+        "1",
+        PARTITION,
+    ),
+    kernel(
+        "the merge writes a row past its memory",
+        "step.py",
+        "floats(seqs * rows + 1, 1, columns)",
+        "floats(seqs * rows, 1, columns)",
+        DECODE,
+        PLAN,
+        DIFFERENTIAL,
+        INVARIANCE,
+        ISOLATION,
+    ),
+    kernel(
+        "a product of one matrix writes past its memory",
+        "gemm.py",
+        "return max(2, matrices)",
+        "return matrices",
+        DECODE,
+        PLAN,
+        DIFFERENTIAL,
+        ISOLATION,
+        INVARIANCE,
+        f"{T}kernel_cost.py",
+    ),
+    kernel(
+        "a workspace never grows",
+        "workspace.py",
+        "if memory is None or self.nbytes < buffers.nbytes:",
+        "if memory is None:",
+        PLAN,
+    ),
+    kernel(
+        "all threads share a workspace",
+        "workspace.py",
+        "_own = threading.local()",
+        '_own = type("Shared", (), {})()',
+        PLAN + " -k threads",
+        INVARIANCE,
+    ),
+    kernel(
+        "autocast reaches the products",
+        "gemm.py",
+        "return torch.bmm(a, b, out=out if out.shape[0] == num else out[:num])",
+        "return out[:num].copy_(torch.bmm(a, b))",
+        AROUND + " -k autocast",
+    ),
+    kernel(
+        "a wave on a GPU is as large as K and V of it should be together",
+        "device.py",
+        "launch * bandwidth / 2)",
+        "launch * bandwidth)",
+        PARTITION,
+    ),
+    # -- checks
+    kernel(
+        "block ids go unchecked",
+        "decode.py",
+        "            check_values(call, lengths)",
+        "            pass",
+        MALFORMED,
+    ),
+    kernel(
+        "negative block ids are accepted",
+        "call.py",
+        "outside = (table < 0) | (table >= num_blocks)",
+        "outside = table >= num_blocks",
+        MALFORMED,
+    ),
+    kernel(
+        "a sequence may be one token longer than its table covers",
+        "call.py",
+        "if seq_len > call.covered:",
+        "if seq_len > call.covered + 1:",
+        MALFORMED,
+    ),
+    kernel(
+        "validate=False skips the lengths, too",
+        "decode.py",
+        "lengths = lengths_on_host(call, max_seq_len)",
+        "lengths = lengths_on_host(call, max_seq_len) if validate else seq_lens.tolist()",
+        AROUND,
+        MALFORMED,
+    ),
+    kernel(
+        "lengths on the host count as unknown where there is a bound",
+        "decode.py",
+        "and not validate and not seq_lens.is_cpu:",
+        "and not validate:",
+        DECODE,
+        MALFORMED,
+        AROUND,
+        PLAN,
+        FIELD_CASES,
+        DIFFERENTIAL,
+    ),
+    kernel(
+        "out may lie over an input",
+        "plan.py",
+        "check_out(out, query, call.inputs._asdict() | vars(call.options) | memory)",
+        "check_out(out, query, {})",
+        MALFORMED_OUT,
+        MALFORMED,
+    ),
+    kernel(
+        "out may lie over an input's last element",
+        "aliasing.py",
+        "a.data_ptr() >= _end(b) or",
+        "a.data_ptr() >= _end(b) - b.element_size() or",
+        MALFORMED_OUT,
+        MALFORMED,
+        MALFORMED_PLANS,
+        PLAN,
+        AROUND,
+    ),
+    kernel(
+        "out may lie in the workspace",
+        "plan.py",
+        "vars(call.options) | memory)",
+        "vars(call.options))",
+        MALFORMED_PLANS,
+    ),
+]
+
+# The state machine shrinks what it finds for up to a minute: the plain tests come first.
+CACHE_TESTS = f"{T}cache.py"
+cache = of("paged_attention/", CACHE_TESTS + " -k 'not AgainstAModel'", CACHE_TESTS)
+CACHE = [
+    cache(
+        "freeing a fork gives its parent's blocks back",
+        "cache.py",
+        "if self._owners[block] == 0:",
+        "if self._owners[block] >= 0:",
+    ),
+    cache(
+        "a fork doesn't count as an owner",
+        "cache.py",
+        "self._owners[block] += 1",
+        "self._owners[block] += 0",
+    ),
+    cache(
+        "a step that lacks one block extends some of its sequences",
+        "cache.py",
+        "if needed > len(self._free):",
+        "if needed > len(self._free) + 1:",
+    ),
+    cache(
+        "copies on write are not counted among the blocks that a step needs",
+        "cache.py",
+        "return new + sum(min(n, self._owners[block] - 1) for block, n in writers.items())",
+        "return new",
+    ),
+    cache(
+        "a block shared by two is written to without a copy",
+        "cache.py",
+        "and self._owners[blocks[-1]] > 1:",
+        "and self._owners[blocks[-1]] > 2:",
+    ),
+    cache(
+        "a copy on write leaves out the values of all layers but the first",
+        "cache.py",
+        "self._values[:, copy] = self._values[:, block]",
+        "self._values[0, copy] = self._values[0, block]",
+        CACHE_TESTS + " -k 'not AgainstAModel'",
+        CACHE_TESTS,
+        f"{T}hf.py",
+    ),
+    cache(
+        "slots are off by one in their block",
+        "cache.py",
+        "* block_size + positions % block_size",
+        "* block_size + (positions + 1) % block_size",
+    ),
+    cache(
+        "values go to the first layer",
+        "cache.py",
+        "self.key_cache(layer), self.value_cache(layer)",
+        "self.key_cache(layer), self.value_cache(0)",
+    ),
+]
+
+judge = of("paged_attention/", f"{T}decode.py -k reference")
+REFERENCE = [
+    judge(
+        "the reference's window is one key too wide",
+        "reference.py",
+        "(positions <= newest - window)",
+        "(positions < newest - window)",
+    ),
+    judge(
+        "the reference gives a query head another group's KV head",
+        "reference.py",
+        "kv_head = head // (num_heads // num_kv_heads)",
+        "kv_head = head % num_kv_heads",
+    ),
+    judge(
+        "the reference forgets v_scale",
+        "reference.py",
+        "v = value[slots].view(meaning).double() * v_scale",
+        "v = value[slots].view(meaning).double()",
+        f"{T}decode.py -k reference",
+        FIELD_CASES + " -k fp8",
+        DIFFERENTIAL,
+    ),
+]
+
+stage = of("paged_attention/stages/", f"{T}stages.py")
+STAGES = [
+    stage(
+        "naive_loops drops the last partition",
+        "naive_loops.py",
+        "for p in range(num_partitions):",
+        "for p in range(max(1, num_partitions - 1)):",
+    ),
+    stage(
+        "batched_gather sees the slots after a sequence's end",
+        "batched_gather.py",
+        "min((p + 1) * partition_size, seq_len)",
+        "(p + 1) * partition_size",
+    ),
+    stage(
+        "single_bmm repeats KV heads in another order",
+        "single_bmm.py",
+        "k = k[:, :seq_len].float().repeat_interleave(num_queries_per_kv, dim=0)",
+        "k = k[:, :seq_len].float().repeat(num_queries_per_kv, 1, 1)",
+    ),
+    stage(
+        "gqa_broadcast pads logits with 0",
+        "gqa_broadcast.py",
+        "padded), -torch.inf)",
+        "padded), 0.0)",
+    ),
+    stage(
+        "single_tile forgets the maxima in the merge",
+        "single_tile.py",
+        "rescaled = s * torch.exp(m - global_m)",
+        "rescaled = s * torch.exp(m - m)",
+    ),
+    stage(
+        "single_tile has no single tile",
+        "single_tile.py",
+        "if num_partitions == 1:",
+        "if False:",
+        COST,
+    ),
+    stage(
+        "fused_phase2 weighs partitions without their sums",
+        "fused_phase2.py",
+        "rescale = s * torch.exp(",
+        "rescale = torch.exp(",
+    ),
+]
+
+measuring = of("paged_attention/", MEASURE)
+MEASURING = [
+    measuring(
+        "nonzero doesn't count as a host read",
+        "counting.py",
+        'frozenset({"_local_scalar_dense", "equal", "nonzero"})',
+        'frozenset({"_local_scalar_dense", "equal"})',
+    ),
+    measuring("baddbmm doesn't count as a GEMM", "counting.py", '"bmm", "baddbmm",', '"bmm",'),
+    measuring(
+        "memory that was given back still counts towards the peak",
+        "counting.py",
+        "self._live_bytes -= self._live.pop(address).size",
+        "self._live.pop(address)",
+    ),
+    measuring(
+        "the floor reads half of the bytes it says",
+        "measure.py",
+        "rows = -(-num_bytes // (2 * 4 * _FLOOR_COLUMNS))",
+        "rows = -(-num_bytes // (4 * 4 * _FLOOR_COLUMNS))",
+    ),
+    measuring(
+        "a time ends before the device has done its work",
+        "timing.py",
+        "self._synchronize()  # what we launched is",
+        "pass",
+        MEASURE + " -k every_sample_synchronises",
+    ),
+    measuring(
+        "an operation's reads are predicted once, however often it runs",
+        "tape.py",
+        "step.bytes_read += times * sum(",
+        "step.bytes_read += sum(",
+        COST,
+    ),
+]
+
+vllm = of("paged_attention/vllm/", f"{T}vllm_ops.py")
+PLUGIN = f"{T}vllm_plugin.py"
+VLLM = [
+    vllm(
+        "scratch is written in the partition that begins at a sequence's end",
+        "states.py",
+        "live = starts < seq_lens[seqs]",
+        "live = starts <= seq_lens[seqs]",
+    ),
+    vllm(
+        "exp_sum is relative to 0, not to the partition's largest logit",
+        "states.py",
+        "(exp_sum, s, live),",
+        "(exp_sum, s * m.exp(), live),",
+    ),
+    vllm(
+        "PAGED_ATTENTION_V2_MIN_LEN is ignored",
+        "choice.py",
+        "return max_seq_len > v2_min_len()",
+        "return max_seq_len > V2_MIN_LEN",
+    ),
+    vllm(
+        "a port that takes V1 under a condition passes for one that always does",
+        "dispatch.py",
+        "return not any(step.offset < store < step.argval for step in jumps)",
+        "return True or jumps",
+        PLUGIN,
+    ),
+    vllm(
+        "unregister leaves something behind",
+        "plugin.py",
+        "while _kept:",
+        "while len(_kept) > 1:",
+        PLUGIN,
+    ),
+    vllm(
+        "a token with a slot of -1 is written",
+        "writes.py",
+        "kept = slot_mapping >= 0",
+        "kept = slot_mapping >= -1",
+    ),
+    vllm(
+        "what fp8 can't hold becomes NaN",
+        "writes.py",
+        ".clamp(-largest, largest)",
+        ".clamp(-2 * largest, 2 * largest)",
+    ),
+]
+
+model = of("paged_attention/", f"{T}hf.py")
+FAMILIES = f"{T}hf_families.py -k logits_of_a_ragged"
+HF = [
+    model(
+        "padding is written and seen",
+        "hf_attention.py",
+        "new = _new_tokens(cache, num_rows, q_len, tokens) & live",
+        "new = (_new_tokens(cache, num_rows, q_len, tokens) | True) & live",
+    ),
+    model(
+        "a prompt's first piece sees what follows it",
+        "hf_attention.py",
+        "lens = (self.lens - (self.q_len - end)).clamp_min_(0)",
+        "lens = self.lens.clone()",
+        f"{T}hf_smollm2.py",
+    ),
+    model(
+        "a model's window is dropped",
+        "hf_attention.py",
+        "window=window,",
+        "window=None,",
+        FAMILIES,
+    ),
+    model(
+        "a model's scaling is ignored",
+        "hf_attention.py",
+        "scale=scaling,",
+        "scale=None,",
+        FAMILIES,
+    ),
+    model(
+        "a row that finished keeps its blocks",
+        "hf.py",
+        "        self._empty(self.seq_ids[row])",
+        "        pass",
+    ),
+]
+
+NAIVE = "notebooks/01_naive_loops.ipynb"
+notebook = of("", f"{T}notebooks.py")
+NOTEBOOKS = [
+    notebook(
+        "a stage's cell differs from its file",
+        NAIVE,
+        "# Phase 1: one partition at a time, heads repeated",
+        "# Phase 1: a partition at a time, heads repeated",
+    ),
+    notebook(
+        "a notebook stores a number that its cell doesn't print",
+        NAIVE,
+        "operations: 20528  as predicted: True",
+        "operations: 20529  as predicted: True",
+        f"--nbval --nbval-current-env {NAIVE}",
+    ),
+    notebook(
+        "a lesson's check passes always",
+        "paged_attention/lesson.py",
+        "if not _OPERATORS[op](value, bound):",
+        "if False:",
+        f"{T}lesson.py",
+    ),
+    notebook(
+        "an exercise takes any answer",
+        "paged_attention/lesson.py",
+        "    if not right:",
+        "    if False:",
+        f"{T}notebook_exercises.py -k not_tried",
+    ),
+]
+
+FAULTS = [*KERNEL, *CACHE, *REFERENCE, *STAGES, *MEASURING, *VLLM, *HF, *NOTEBOOKS]
