@@ -25,7 +25,8 @@ FILES = sorted(p.relative_to(ROOT) for p in [*FILES, *ROOT.glob("*")] if p.is_fi
 DOCS = [p for p in FILES if p.suffix == ".md" or p.suffix == ".ipynb"]
 SOURCES = [p for p in FILES if p.suffix == ".py" and p.parts[0] == "paged_attention"]
 
-OTHERS = {"torch", "vllm", "model", "PagedAttention", "cache.view", "data/chapter_1"}
+OTHERS = {"torch", "matplotlib", "vllm", "Axes", "PagedAttention"}
+OTHERS |= {"model.generate", "cache.view", "data/chapter_1"}
 OF_OTHERS = (".cu", ".cuh", ".gguf")
 
 
