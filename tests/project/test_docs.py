@@ -190,4 +190,7 @@ def test_performance_says_what_the_ladder_measured():
     assert f"`HND` takes {against[0]:.2f} to {against[-1]:.2f} times as long" in text
     ratio = at_1024["paged_attention_HND"] / at_1024["vllm_cpu_op"]
     assert f"At 1,024 tokens it takes {ratio:.1f} times as long" in text
+    [ragged] = data["batches"]
+    first, _, second = (peer["seconds"] for peer in ragged["peers"])
+    assert f"{first / second:.2f} times as long on a ragged batch of 16" in text
     assert data["date"].startswith("2026-11-30") and "30 November 2026" in text
