@@ -6,7 +6,7 @@ import math
 
 from paged_attention.bench.captions import busy, hardware, workload
 from paged_attention.measure.units import human_bytes, human_seconds, ratio
-from paged_attention.plots.style import DEVICE_MARKS, FLOOR_COLOUR, WIDTH, caption, mark_of, style
+from paged_attention.plots.style import FLOOR_COLOUR, WIDTH, caption, device_mark, mark_of, style
 
 _MOST_ROWS = 3  # of panels, which a page still shows
 
@@ -140,7 +140,7 @@ def _predicted(entry: dict) -> dict[str, list[tuple[str, list[float]]]]:
 
 def _draw_prediction(axes, row: float, device: str, band: list[float]) -> None:
     """A bar from low to high, and a hollow mark in its middle."""
-    colour, mark = DEVICE_MARKS.get(device, ("#555555", "o"))
+    colour, mark = device_mark(device)
     axes.plot(band, [row, row], color=colour, lw=1.2, solid_capstyle="butt")
     middle = math.sqrt(band[0] * band[1])
     axes.plot(middle, row, mark, mec=colour, mfc="white", mew=1.2, ms=5)
@@ -151,7 +151,7 @@ def _explain_predictions(figure, devices: list[str]) -> None:
 
     handles = []
     for device in devices:
-        colour, mark = DEVICE_MARKS.get(device, ("#555555", "o"))
+        colour, mark = device_mark(device)
         handles.append(
             Line2D([], [], color=colour, lw=1.2, marker=mark, mfc="white", mew=1.2, ms=5)
         )
