@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import torch
 
 from paged_attention.cost.kernel import paged_attention
-from paged_attention.cost.profiles import PROFILES, DeviceProfile, Figure
+from paged_attention.measure.profiles import PROFILES, DeviceProfile, Figure
 from paged_attention.cost.stages import STAGE_COSTS
 from paged_attention.cost.tape import Step, Tape
 from paged_attention.kernel.layouts import LAYOUTS, lanes_per_piece

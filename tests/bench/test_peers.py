@@ -23,7 +23,7 @@ from paged_attention.bench.peers.time_limit import time_limit
 from paged_attention.bench.predictions import predictions, predictions_here
 from paged_attention.bench.settings import Settings
 from paged_attention.cost.predict import Shape, predict
-from paged_attention.cost.profiles import PROFILES
+from paged_attention.measure.profiles import PROFILES
 from paged_attention.measure.counting import count
 
 quick = pytest.mark.quick

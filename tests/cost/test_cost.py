@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paged_attention.cost.predict import Shape, Step, predict, seconds_of
-from paged_attention.cost.profiles import PROFILES, DeviceProfile, Figure
+from paged_attention.measure.profiles import PROFILES, DeviceProfile, Figure
 from paged_attention.cost.stages import STAGE_COSTS
 from paged_attention.cost.tape import Tape
 from paged_attention.inputs import random_inputs

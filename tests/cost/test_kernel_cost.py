@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from paged_attention import Workspace, paged_attention, plan_decode
 from paged_attention.cost.kernel import paged_attention as walk
 from paged_attention.cost.predict import Shape, predict, seconds_of
-from paged_attention.cost.profiles import PROFILES, DeviceProfile, Figure
+from paged_attention.measure.profiles import PROFILES, DeviceProfile, Figure
 from paged_attention.cost.tape import Tape
 from paged_attention.inputs import random_inputs
 from paged_attention.measure.counting import count

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paged_attention.cost.profiles import (
+from paged_attention.measure.profiles import (
     AMORTISED,
     OPS_PER_WAVE,
     PROFILES,
