@@ -17,10 +17,10 @@ from paged_attention.bench.peers import ours_and_sdpa as peers
 from paged_attention.bench.peers.ours_and_sdpa import reason_of
 from paged_attention.bench.predictions import predictions, predictions_here
 from paged_attention.bench.settings import Settings, rung
-from paged_attention.measure.profiles import DeviceProfile, Figure
 from paged_attention.inputs import Inputs
 from paged_attention.kernel.plan import plan_decode
 from paged_attention.measure import machine
+from paged_attention.measure.profiles import DeviceProfile, Figure
 from paged_attention.measure.timing import Trial, in_turns
 from paged_attention.measure.yardstick import FloorReader
 from paged_attention.reference import reference_attention

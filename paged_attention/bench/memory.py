@@ -7,8 +7,8 @@ import functools
 from paged_attention.bench.peers import ours_and_sdpa as peers
 from paged_attention.bench.settings import Settings
 from paged_attention.cost.predict import predict
-from paged_attention.measure.profiles import profile_of
 from paged_attention.measure.counting import count
+from paged_attention.measure.profiles import profile_of
 
 USABLE = 0.8  # of the available memory: kernels make copies that can't be counted
 

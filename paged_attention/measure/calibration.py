@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import torch
 
-from paged_attention.measure.profiles import DeviceProfile, Figure, profile_of
 from paged_attention.measure.machine import device_name
+from paged_attention.measure.profiles import DeviceProfile, Figure, profile_of
 from paged_attention.measure.synchronization import Device
 from paged_attention.measure.timing import Measurement, interleaved
 from paged_attention.measure.yardstick import FloorReader

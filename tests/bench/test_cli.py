@@ -15,9 +15,9 @@ from paged_attention.bench import arguments, cli, files, ladder, settings, table
 from paged_attention.bench import memory as fits
 from paged_attention.bench.peers import ours_and_sdpa as peers
 from paged_attention.bench.settings import ragged_lengths
-from paged_attention.measure.profiles import DeviceProfile, Figure
 from paged_attention.measure import units
 from paged_attention.measure.counting import count
+from paged_attention.measure.profiles import DeviceProfile, Figure
 from paged_attention.stages import STAGES
 
 ROOT = Path(__file__).parents[2]

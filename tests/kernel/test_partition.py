@@ -6,18 +6,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paged_attention.kernel.partition import (
+    even_shares,
+    waves,
+    whole_blocks,
+    work_items,
+)
 from paged_attention.measure.profiles import (
     AMORTISED,
     OPS_PER_WAVE,
     PROFILES,
     profile_from_properties,
     profile_of,
-)
-from paged_attention.kernel.partition import (
-    even_shares,
-    waves,
-    whole_blocks,
-    work_items,
 )
 
 pytestmark = pytest.mark.quick

@@ -28,10 +28,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paged_attention import DecodePlan, Workspace, paged_attention, plan_decode
-from paged_attention.measure.profiles import OPS_PER_WAVE
 from paged_attention.inputs import random_inputs
 from paged_attention.kernel.workspace import default_workspace
 from paged_attention.measure.counting import OpCounter, count
+from paged_attention.measure.profiles import OPS_PER_WAVE
 
 HEADS, KV_HEADS, SIZE, BLOCK = 6, 2, 16, 8
 in_each_dtype = pytest.mark.parametrize("dtype", DTYPES)
