@@ -47,6 +47,12 @@ def require_tensor(
         refuse(name, f"on {device} like query", tensor.device)
 
 
+def require_floating(name: str, tensor: Tensor) -> None:
+    require_tensor(name, tensor)
+    if not tensor.is_floating_point():
+        refuse(name, "floating", tensor.dtype, TypeError)
+
+
 def check_out(out: Tensor, query: Tensor, inputs: Mapping[str, object]) -> None:
     """Check that `out` can be written to while the inputs are read.
 

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 from paged_attention.measure.machine import device_name
 from paged_attention.measure.profiles import DeviceProfile, Figure, profile_of
-from paged_attention.measure.synchronization import Device
+from paged_attention.measure.synchronization import Device, Fn
 from paged_attention.measure.timing import Measurement, interleaved
 from paged_attention.measure.yardstick import FloorReader
 
 _MALLOC_KEEPS = 32 * 2**20  # glibc's DEFAULT_MMAP_THRESHOLD_MAX: it gives larger ones back
 
 
-def calibrate(
-    device: Device = "cpu", *, synchronize: Callable[[], object] | None = None
-) -> DeviceProfile:
+def calibrate(device: Device = "cpu", *, synchronize: Fn | None = None) -> DeviceProfile:
     """Measure this machine's profile in about three seconds.
 
     What is measured looks like decode: the floor's reading, small operations that make their own
@@ -52,7 +48,7 @@ def calibrate(
         for lanes in heads_first:
             lanes.contiguous()
 
-    fns: dict[str, Callable[[], object]] = {"read": read, "ops": four_ops, "rearrange": rearrange}
+    fns: dict[str, Fn] = {"read": read, "ops": four_ops, "rearrange": rearrange}
     on_cpu = torch.device(device).type == "cpu"
     if on_cpu:
         fns["rearrange afresh"] = rearrange_afresh

@@ -7,14 +7,13 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.profiler import profile
 
 from paged_attention.measure.counting import GEMMS
-from paged_attention.measure.synchronization import Device
+from paged_attention.measure.synchronization import Device, Fn
 
 KINDS = ("gather", "copies", "fills", "GEMMs", "softmax, merge", "other")
 _OPS = {  # of each kind, without the underscore at the end of those that write in place
@@ -39,7 +38,7 @@ def kind_of(op: str) -> str:
     return _KIND_OF.get(op.removeprefix("aten::").removesuffix("_"), "other")
 
 
-def breakdown(fn: Callable[[], object], *, runs: int = 5) -> dict[str, float]:
+def breakdown(fn: Fn, *, runs: int = 5) -> dict[str, float]:
     """Seconds that one call spends inside PyTorch's operations, by kind.
 
     An operation's time leaves out the operations that it calls. On a CUDA device it is the time
@@ -57,7 +56,7 @@ def breakdown(fn: Callable[[], object], *, runs: int = 5) -> dict[str, float]:
     return by_run[totals.index(statistics.median_low(totals))]
 
 
-def _seconds_by_kind(fn: Callable[[], object]) -> dict[str, float]:
+def _seconds_by_kind(fn: Fn) -> dict[str, float]:
     with profile() as profiler:
         fn()
         if torch.cuda.is_initialized():
@@ -77,7 +76,7 @@ def _device_microseconds(op: Any) -> float:
     return op.self_cuda_time_total  # its name before torch 2.4
 
 
-def profiler_peak_bytes(fn: Callable[[], object]) -> int:
+def profiler_peak_bytes(fn: Fn) -> int:
     """The peak of one call by `torch.profiler`, above what was alive at the start.
 
     The allocators report to the profiler. So it also sees what a kernel allocates inside itself,
@@ -97,7 +96,7 @@ def profiler_peak_bytes(fn: Callable[[], object]) -> int:
     return peak
 
 
-def allocator_peak_bytes(fn: Callable[[], object], *, device: Device = "cuda") -> int:
+def allocator_peak_bytes(fn: Fn, *, device: Device = "cuda") -> int:
     """The peak of one call by the CUDA allocator's own statistics, above the start.
 
     Returns: bytes, each allocation rounded up as the allocator does it (usually to 512 bytes)

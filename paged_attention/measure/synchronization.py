@@ -7,11 +7,10 @@ from collections.abc import Callable, Set
 import torch
 
 Device = str | torch.device
+Fn = Callable[[], object]  # what is measured, or what waits for a device
 
 
-def synchronizer(
-    device: Device | None, synchronize: Callable[[], object] | None
-) -> Callable[[], object]:
+def synchronizer(device: Device | None, synchronize: Fn | None) -> Fn:
     """The callable that returns once the device has done its work.
 
     Args:    device: None while it isn't known yet: every CUDA device is waited for

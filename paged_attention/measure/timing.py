@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import numpy
 
 from paged_attention.measure.counting import count, tensors_in
-from paged_attention.measure.synchronization import Device, device_measured, synchronizer
+from paged_attention.measure.synchronization import Device, Fn, device_measured, synchronizer
 
 MIN_SAMPLES = 3  # quartiles of fewer say nothing
 BLOCK_SECONDS = 1e-3  # shorter calls are timed several at a time
@@ -42,10 +42,10 @@ class Measurement:
 
 
 def measure(
-    fn: Callable[[], object],
+    fn: Fn,
     *,
     device: Device | None = None,
-    synchronize: Callable[[], object] | None = None,
+    synchronize: Fn | None = None,
     min_seconds: float = 0.5,
 ) -> Measurement:
     """What a call costs: its time, and what it asks of the device.
@@ -67,10 +67,10 @@ def measure(
 
 
 def interleaved(
-    fns: Mapping[str, Callable[[], object]],
+    fns: Mapping[str, Fn],
     *,
     device: Device | None = None,
-    synchronize: Callable[[], object] | None = None,
+    synchronize: Fn | None = None,
     min_seconds: float = 0.5,
     rounds: int = 6,
 ) -> dict[str, Measurement]:
@@ -114,11 +114,7 @@ class Trial:
     """
 
     def __init__(
-        self,
-        fn: Callable[[], object],
-        *,
-        device: Device | None = None,
-        synchronize: Callable[[], object] | None = None,
+        self, fn: Fn, *, device: Device | None = None, synchronize: Fn | None = None
     ) -> None:
         if not callable(fn):
             raise TypeError(f"fn must be a callable without arguments, not {fn!r}")

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from paged_attention.measure.synchronization import Device
+from paged_attention.measure.synchronization import Device, Fn
 from paged_attention.measure.timing import Measurement, measure
 
 _COLUMNS = 4096
@@ -37,7 +36,7 @@ def floor(
     num_bytes: int,
     *,
     device: Device = "cpu",
-    synchronize: Callable[[], object] | None = None,
+    synchronize: Fn | None = None,
     min_seconds: float = 0.5,
 ) -> Floor:
     """Measure the floor: a decode step that reads K and V takes at least as long as `torch.mv`.

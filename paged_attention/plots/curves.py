@@ -24,6 +24,7 @@ from paged_attention.plots.style import (
     STAGE_COLOURS,
     Axes,
     Figure,
+    Spread,
     caption,
     device_mark,
     log_axes,
@@ -63,7 +64,7 @@ def draw_costs(
         else:
             line |= {"linewidth": 1.6, "markersize": 6}
         runs = {tokens: by_tokens[tokens] for tokens in floors}
-        median_curve(time, _with_quartiles(runs), **line)
+        median_curve(time, _spreads(runs), **line)
         memory.plot(list(runs), [m.peak_bytes for m in runs.values()], "o-", **line)
     for stage, by_tokens in predicted.items():
         bands = [(by_tokens[tokens].low, by_tokens[tokens].high) for tokens in floors]
@@ -122,7 +123,7 @@ def draw_lines(
     """
     figure, [ax] = new_panels(8.0, 3.8)
     for (name, runs), colour in zip(measured.items(), KIND_COLOURS[::2]):
-        median_curve(ax, _with_quartiles(runs), color=colour, shade=0.2, label=name)
+        median_curve(ax, _spreads(runs), color=colour, label=name)
     if floor is not None:
         label = "floor: K and V read once"
         ax.axhline(floor.seconds, color=FLOOR_COLOUR, linestyle="--", label=label)
@@ -179,7 +180,7 @@ def _where(device: str, shape: str) -> str:
     return f"{device}, torch {torch.__version__}; {shape}."
 
 
-def _with_quartiles(runs: Mapping[int, Measurement]) -> dict[int, tuple[float, tuple]]:
+def _spreads(runs: Mapping[int, Measurement]) -> dict[int, Spread]:
     return {x: (m.seconds, m.spread) for x, m in runs.items()}
 
 

@@ -12,6 +12,7 @@ if TYPE_CHECKING:  # matplotlib is imported only when something is drawn
     import matplotlib.figure
 Axes: TypeAlias = "matplotlib.axes.Axes"
 Figure: TypeAlias = "matplotlib.figure.Figure"
+Spread: TypeAlias = tuple[float, tuple[float, float]]  # median, (lower quartile, upper quartile)
 
 # A stage keeps its colour in every figure. The palette is Okabe and Ito's, which colour-blind
 # readers can tell apart. Its yellow is left out, because it can't be seen on white.
@@ -85,25 +86,17 @@ def caption(figure: Figure, lines: Iterable[str]) -> None:
     figure.supxlabel(text, x=0.01, ha="left", fontsize=8.5, color="#555555", linespacing=1.4)
 
 
-def median_curve(
-    ax: Axes,
-    points: Mapping[int, tuple[float, tuple[float, float]]],
-    fmt: str = "o-",
-    *,
-    shade: float = 0.15,
-    **line: Any,
-) -> None:
+def median_curve(ax: Axes, points: Mapping[int, Spread], fmt: str = "o-", **line: Any) -> None:
     """A curve through medians, with the band between the quartiles shaded behind it.
 
     Args:    points: {x: (median, (lower quartile, upper quartile))}
-             fmt, line: how to draw the curve, as `Axes.plot` takes it
-             shade: opacity of the band
+             fmt, line: what the curve looks like, as `Axes.plot` takes it
     """
     xs = list(points)
     medians, quartiles = zip(*points.values())
     low, high = zip(*quartiles)
     ax.plot(xs, medians, fmt, **line)
-    ax.fill_between(xs, low, high, color=line["color"], alpha=shade, linewidth=0)
+    ax.fill_between(xs, low, high, color=line["color"], alpha=0.15, linewidth=0)
 
 
 def log_axes(
