@@ -1,4 +1,4 @@
-"""The attention that `paged_attention.hf` registers with transformers: a forward pass through a pool.
+"""The attention that hf/cache.py registers with transformers: a forward pass through a pool.
 
 Prompts and new tokens take one way: their keys and values are written, and then all their queries
 read what the pool holds.
