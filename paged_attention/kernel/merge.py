@@ -21,7 +21,7 @@ import math
 import torch
 from torch import Tensor
 
-from .checks import require_tensor
+from .checks import require_floating, require_tensor
 from .gemm import aligned, batched_gemm
 
 LOWEST = torch.finfo(torch.float32).min  # the m of an empty state, because -inf - -inf is NaN
@@ -107,13 +107,10 @@ def finish(acc: Tensor, s: Tensor, m: Tensor, lse: Tensor | None) -> Tensor:
 
 def _check_states(outs: Tensor, lses: Tensor) -> None:
     for name, tensor in (("outs", outs), ("lses", lses)):
-        require_tensor(name, tensor)
-        if not tensor.is_floating_point():
-            raise TypeError(f"{name} must be floating, got {tensor.dtype}")
+        require_floating(name, tensor)
     if outs.dim() < 3 or outs.shape[:-1] != lses.shape:
         raise ValueError(
             f"lses must be (num_states, ..., num_heads) for outs (num_states, ..., num_heads, "
             f"head_size), got lses {tuple(lses.shape)} for outs {tuple(outs.shape)}"
         )
-    if outs.device != lses.device:
-        raise ValueError(f"lses must be on {outs.device} like outs, got {lses.device}")
+    require_tensor("lses", lses, device=outs.device, like="outs")

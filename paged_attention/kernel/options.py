@@ -10,7 +10,7 @@ from numbers import Real
 import torch
 from torch import Tensor
 
-from .checks import check_flag, optional_count, refuse, require_tensor
+from .checks import check_flag, optional_count, refuse, require_floating, require_tensor
 from .layouts import Geometry
 
 LARGEST, SMALLEST = torch.finfo(torch.float32).max, torch.finfo(torch.float32).tiny
@@ -52,7 +52,7 @@ def checked_options(query: Tensor, geometry: Geometry, given: Options) -> Option
         refuse("softcap", "greater than 0, in float32 too", softcap)
     for name in ("alibi_slopes", "sinks"):
         if (value := getattr(given, name)) is not None:
-            _check_floating(name, value)
+            require_floating(name, value)
             require_tensor(name, value, shape=query.shape[-2:-1], device=query.device)
     window = optional_count("window", given.window)
     for name, value in (("window", window), ("alibi_slopes", given.alibi_slopes)):
@@ -87,19 +87,13 @@ def _cache_scale(
 ) -> float | Tensor:
     if not isinstance(value, Tensor):
         return _finite(name, value)
-    _check_floating(name, value)
+    require_floating(name, value)
     if value.numel() != 1 and value.shape != (num_kv_heads,):
         rule = f"one element or of shape ({num_kv_heads},), one per KV head"
         refuse(name, rule, f"shape {tuple(value.shape)}")
     if not (value.dim() == 0 and value.is_cpu):  # which any device takes as a number
         require_tensor(name, value, device=device)
     return value.reshape(()) if value.numel() == 1 else value
-
-
-def _check_floating(name: str, value: Tensor) -> None:
-    require_tensor(name, value)
-    if not value.is_floating_point():
-        refuse(name, "floating", value.dtype, TypeError)
 
 
 def _finite(name: str, value: object) -> float:
