@@ -84,9 +84,7 @@ class PagedKVCache:
         where = checks.checked_device(device)
         self._keys = torch.zeros(num_layers, *key_shape, dtype=dtype, device=where)
         self._values = torch.zeros(num_layers, *value_shape, dtype=dtype, device=where)
-        self._free = list(range(self.geometry.num_blocks))[
-            ::-1
-        ]  # handed out from its end: 0, 1, ...
+        self._free = list(range(self.geometry.num_blocks))[::-1]  # the last one is taken first
         self._owners = [0] * self.geometry.num_blocks
         self._sequences: dict[Hashable, _Sequence] = {}
 
