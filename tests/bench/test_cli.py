@@ -625,6 +625,6 @@ def test_a_failure_names_no_path_of_the_machine():
     def fails():
         raise OSError("can't open /some/where/lib.so: no such file")
 
-    failed = contender.tried("single_bmm", fails, "cpu")
+    failed = contender.tried("single_bmm", fails, Settings())
     assert failed.as_json()["failure"] == "OSError: can't open lib.so: no such file"
     assert failed.outcome() == "FAILED, OSError: can't open lib.so: no such file"
