@@ -32,10 +32,10 @@ from paged_attention.bench.peers import PEERS, Batch, Unavailable, make
 from paged_attention.bench.predictions import predictions, predictions_here
 from paged_attention.bench.progress import Progress
 from paged_attention.bench.settings import Settings
-from paged_attention.cost.profiles import DeviceProfile, Figure
 from paged_attention.inputs import Inputs
 from paged_attention.kernel.plan import plan_decode
 from paged_attention.measure import machine
+from paged_attention.measure.profiles import DeviceProfile, Figure
 from paged_attention.measure.timing import in_turns
 from paged_attention.measure.yardstick import FloorReader
 from paged_attention.reference import reference_attention

@@ -9,9 +9,9 @@ import sys
 from paged_attention.bench.peers import PEERS, Batch, Unavailable, make
 from paged_attention.bench.settings import Settings
 from paged_attention.cost.predict import predict
-from paged_attention.cost.profiles import profile_of
 from paged_attention.measure.counting import count
 from paged_attention.measure.machine import available_bytes
+from paged_attention.measure.profiles import profile_of
 from paged_attention.measure.units import human_bytes, listed
 
 LENGTHS = 1024, 8192, 32_768, 100_000  # contexts where none is asked for

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from paged_attention.bench.peers import PEERS
 from paged_attention.bench.settings import Settings
 from paged_attention.cost.predict import Shape, predict
-from paged_attention.cost.profiles import PROFILES, DeviceProfile
 from paged_attention.measure.machine import device_slug
+from paged_attention.measure.profiles import PROFILES, DeviceProfile
 
 Bands = dict[str, list[float]]  # {name: [low, high]}, seconds
 

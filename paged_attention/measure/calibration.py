@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from paged_attention.cost.profiles import DeviceProfile, Figure, profile_of
 from paged_attention.measure.machine import device_name
+from paged_attention.measure.profiles import DeviceProfile, Figure, profile_of
 from paged_attention.measure.synchronization import Device, Fn
 from paged_attention.measure.timing import Measurement, interleaved
 from paged_attention.measure.yardstick import FloorReader

@@ -114,14 +114,26 @@ class OpCounter(TorchDispatchMode):
         if not _makes_view(func, name):
             self.largest = max([self.largest, *(tensor.numel() for tensor in outputs)])
         if counts_as_op(func, name):
-            self.ops += 1
-            self.by_op[name] += 1
-            self.gemms += name.removesuffix("_") in GEMMS
-            self.host_reads += name in _HOST_READS or _copies_to_host(name, inputs, outputs)
+            self.see_op(name, list(tensors_in(args)), outputs)
         if name in _FRESH:
             before = {}  # Python made the argument a moment ago, without an operation
-        self._live_bytes.see((*inputs, *outputs), before)
+        grown = self._live_bytes.see((*inputs, *outputs), before)
+        if grown:
+            self.see_allocation(name, grown)
         return result
+
+    def see_op(self, name: str, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
+        """Count an operation. A subclass may want to know more about it.
+
+        Args:    inputs: the tensors among its arguments, without `out`
+        """
+        self.ops += 1
+        self.by_op[name] += 1
+        self.gemms += name.removesuffix("_") in GEMMS
+        self.host_reads += name in _HOST_READS or _copies_to_host(name, inputs, outputs)
+
+    def see_allocation(self, name: str, num_bytes: int) -> None:
+        """For a subclass: the storages that an operation allocated hold so many bytes."""
 
 
 GEMMS = frozenset({"mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot"})

@@ -16,14 +16,14 @@ from paged_attention.measure.counting import GEMMS
 from paged_attention.measure.synchronization import Device, Fn
 
 KINDS = ("gather", "copies", "fills", "GEMMs", "softmax, merge", "other")
-_REDUCING = ("amax", "sub", "exp", "sum", "div", "mul", "_softmax", "cat", "log", "add", "mul_")
-_KIND_OF = {
-    **dict.fromkeys(("index", "index_select"), "gather"),
-    **dict.fromkeys(("copy_", "clone", "repeat_interleave"), "copies"),
-    **dict.fromkeys(("fill_", "zero_"), "fills"),
-    **dict.fromkeys(GEMMS, "GEMMs"),
-    **dict.fromkeys(_REDUCING, "softmax, merge"),
+_OPS = {  # of each kind, without the underscore at the end of those that write in place
+    "gather": ("index", "index_select", "take"),
+    "copies": ("copy", "_to_copy", "clone", "repeat_interleave", "index_copy"),
+    "fills": ("fill", "zero", "zeros_like", "new_zeros", "new_ones", "new_full", "ones"),
+    "GEMMs": tuple(GEMMS),
+    "softmax, merge": ("amax", "sub", "exp", "sum", "div", "mul", "_softmax", "cat", "log", "add"),
 }
+_KIND_OF = {op: kind for kind, ops in _OPS.items() for op in ops}
 
 
 def kind_of(op: str) -> str:
@@ -32,10 +32,10 @@ def kind_of(op: str) -> str:
     Args:    op: its name without the overload, "aten::bmm" or "bmm"
 
     Example:
-        >>> kind_of("aten::index_select"), kind_of("bmm"), kind_of("tan")
-        ('gather', 'GEMMs', 'other')
+        >>> kind_of("aten::index_select"), kind_of("bmm"), kind_of("exp_"), kind_of("tan")
+        ('gather', 'GEMMs', 'softmax, merge', 'other')
     """
-    return _KIND_OF.get(op.removeprefix("aten::"), "other")
+    return _KIND_OF.get(op.removeprefix("aten::").removesuffix("_"), "other")
 
 
 def breakdown(fn: Fn, *, runs: int = 5) -> dict[str, float]:

@@ -29,12 +29,19 @@ class LiveBytes:
         self._watched: set[int] = set()  # ids of tensors whose storage is in _live
         self._orphans: set[int] = set()  # addresses of storages whose tensors are all gone
 
-    def see(self, tensors: Iterable[torch.Tensor], before: Mapping[int, int]) -> None:
+    @property
+    def alive(self) -> int:
+        """Bytes of the storages that something refers to now."""
+        self._forget_dead()
+        return self._live_bytes
+
+    def see(self, tensors: Iterable[torch.Tensor], before: Mapping[int, int]) -> int:
         """Take note of an operation's arguments and results, and raise the peak if need be.
 
         Args:    before: `storage_bytes` of the arguments, from before the operation
+        Returns: bytes that the operation allocated
         """
-        grown = False
+        grown = 0
         for tensor in tensors:
             storage, address = tensor.untyped_storage(), _address(tensor)
             live = self._live.get(address)
@@ -46,11 +53,11 @@ class LiveBytes:
             growth = storage.nbytes() - live.size - live.outside
             live.size += growth
             self._live_bytes += growth
-            grown = grown or growth > 0
+            grown += growth
             self._watch(tensor, address, live)
-        if grown and self._live_bytes > self.peak:
-            self._forget_dead()
-            self.peak = max(self.peak, self._live_bytes)
+        if grown > 0 and self._live_bytes > self.peak:
+            self.peak = max(self.peak, self.alive)
+        return grown
 
     # A weak reference to a storage calls nobody when the storage dies; one to a tensor does. So a
     # storage is asked whether it is dead once the last tensor seen to refer to it has died.

@@ -12,9 +12,9 @@ from typing import Any
 import numpy
 import torch
 
-from paged_attention.cost.profiles import DeviceProfile
-from paged_attention.cost.profiles import Figure as Band
 from paged_attention.measure.machine import device_name
+from paged_attention.measure.profiles import DeviceProfile
+from paged_attention.measure.profiles import Figure as Band
 from paged_attention.measure.timing import Measurement
 from paged_attention.measure.units import human_bytes, human_seconds
 from paged_attention.measure.yardstick import Floor

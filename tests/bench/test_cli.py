@@ -15,9 +15,9 @@ import torch
 from paged_attention.bench import arguments, cli, contender, files, ladder, memory, peers, table
 from paged_attention.bench.peers import ours, sdpa
 from paged_attention.bench.settings import LADDER, Settings, ragged_lengths
-from paged_attention.cost.profiles import DeviceProfile, Figure
 from paged_attention.measure import units
 from paged_attention.measure.counting import count
+from paged_attention.measure.profiles import DeviceProfile, Figure
 from paged_attention.stages import STAGES
 
 ROOT = Path(__file__).parents[2]

@@ -21,8 +21,8 @@ from paged_attention.bench.peers.time_limit import time_limit
 from paged_attention.bench.predictions import predictions_here
 from paged_attention.bench.settings import RAGGED_PEERS, Settings
 from paged_attention.cost.predict import Shape, predict
-from paged_attention.cost.profiles import PROFILES
 from paged_attention.measure.counting import count
+from paged_attention.measure.profiles import PROFILES
 
 quick = pytest.mark.quick
 SIZES = {"num_heads": 6, "num_kv_heads": 2, "head_size": 32}

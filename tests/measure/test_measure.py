@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from paged_attention import measure as m
-from paged_attention.cost.profiles import PROFILES
 from paged_attention.inputs import random_inputs
 from paged_attention.measure import calibration, counting, timing
 from paged_attention.measure.counting import count
+from paged_attention.measure.profiles import PROFILES
 from paged_attention.stages import STAGES
 
 quick = pytest.mark.quick
