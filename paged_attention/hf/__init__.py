@@ -16,6 +16,10 @@
 registers "paged_attention" with transformers: the attention, and its mask.
 """
 
-from paged_attention.hf.cache import PagedCache, PagedLayer, kv_pool
+try:
+    from paged_attention.hf.cache import PagedCache, PagedLayer, kv_pool
+except ModuleNotFoundError as error:  # `smollm2` can still be asked whether the extra is there
+    if error.name != "transformers":
+        raise
 
 __all__ = ["PagedCache", "PagedLayer", "kv_pool"]
