@@ -5,7 +5,7 @@ Not collected by `make test`, which runs the short form, `test_hf_smollm2.py`.
 
 import pytest
 import torch
-from test_hf_smollm2 import check, model, prompts, right, shown  # noqa: F401  (fixtures)
+from test_hf_smollm2 import captured, check, model, prompts, right, shown  # noqa: F401  (fixtures)
 
 from paged_attention import PagedKVCache
 
