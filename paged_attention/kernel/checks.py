@@ -40,8 +40,9 @@ def require_tensor(
     if tensor.layout != torch.strided:
         refuse(name, "a dense tensor", tensor.layout, TypeError)
     if dtypes is not None and tensor.dtype not in dtypes:
-        *others, last = (str(dtype).removeprefix("torch.") for dtype in dtypes)
-        refuse(name, " or ".join([", ".join(others), last]), tensor.dtype, TypeError)
+        *others, last = dict.fromkeys(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        rule = f"{', '.join(others)} or {last}" if others else last
+        refuse(name, rule, tensor.dtype, TypeError)
     if shape is not None and tensor.shape != tuple(shape):
         refuse(name, f"{tuple(shape)} like {like}", tuple(tensor.shape))
     if device is not None and tensor.device != device:

@@ -21,7 +21,7 @@ import math
 import torch
 from torch import Tensor
 
-from .checks import require_floating, require_tensor
+from .checks import refuse, require_floating
 from .gemm import aligned, batched_gemm
 
 LOWEST = torch.finfo(torch.float32).min  # the m of an empty state, because -inf - -inf is NaN
@@ -106,11 +106,10 @@ def finish(acc: Tensor, s: Tensor, m: Tensor, lse: Tensor | None) -> Tensor:
 
 
 def _check_states(outs: Tensor, lses: Tensor) -> None:
-    for name, tensor in (("outs", outs), ("lses", lses)):
-        require_floating(name, tensor)
+    require_floating("outs", outs)
+    require_floating("lses", lses)
     if outs.dim() < 3 or outs.shape[:-1] != lses.shape:
-        raise ValueError(
-            f"lses must be (num_states, ..., num_heads) for outs (num_states, ..., num_heads, "
-            f"head_size), got lses {tuple(lses.shape)} for outs {tuple(outs.shape)}"
-        )
-    require_tensor("lses", lses, device=outs.device, like="outs")
+        rule = "(num_states, ..., num_heads) for outs (num_states, ..., num_heads, head_size)"
+        refuse("lses", rule, f"lses {tuple(lses.shape)} for outs {tuple(outs.shape)}")
+    if outs.device != lses.device:
+        refuse("lses", f"on {outs.device} like outs", lses.device)
