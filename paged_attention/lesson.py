@@ -1,8 +1,10 @@
-"""What a notebook needs to make a claim: check a number without printing it, show what changed.
+"""What a notebook needs to teach: check a number without printing it, show what changed.
 
-Both print the same text on every machine, so that a notebook's stored output can be compared with
-a fresh run's, character by character.
+What is printed is the same on every machine, so that a notebook's stored output can be compared
+with a fresh run's, character by character.
 """
+
+from __future__ import annotations
 
 import difflib
 import inspect
@@ -10,6 +12,9 @@ import itertools
 import linecache
 import operator
 import reprlib
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any
 
 SERIES = (
     "paged_kv_cache",
@@ -34,10 +39,10 @@ _OPERATORS = {
 _VARIANTS = itertools.count(1)
 
 
-def check(label, value, op, bound):
+def check(label: str, value: Any, op: str, bound: Any) -> None:
     """Assert `value op bound` and print the claim, never the value.
 
-    A measured error differs from machine to machine, the bound it must keep does not.
+    A measured error differs from machine to machine. The bound that it must keep does not.
 
     Args:    label: what the value is
              value: a number, or a tensor of one element; NaN fails every check
@@ -45,6 +50,10 @@ def check(label, value, op, bound):
              bound: a number; with "==", also a tuple, a string, ...
     Raises:  AssertionError: the claim is wrong; names the value and the bound
              ValueError: op is none of the five
+
+    Example:
+        >>> check("max|err|", 3.7e-7, "<=", 1e-5)
+        max|err| <= 1e-05  ok
     """
     if op not in _OPERATORS:
         raise ValueError(f"op is {op!r}; it should be one of {', '.join(_OPERATORS)}")
@@ -54,23 +63,29 @@ def check(label, value, op, bound):
     print(f"{label} {op} {bound!r}  ok")
 
 
-def check_fails(label, value, op, bound):
+def check_fails(label: str, value: Any, op: str, bound: Any) -> None:
     """Show that a wrong value is caught: `check` with the same arguments must raise.
 
+    Args:    as for `check`
     Raises:  AssertionError: the check passes, so it would not have caught the mistake
+
+    Example:
+        >>> check_fails("max|err|", 0.2, "<=", 1e-5)
+        max|err| <= 1e-05  fails: caught
     """
     if _OPERATORS[op](_plain(value), _plain(bound)):
         raise AssertionError(f"{label}: the check passes with {_plain(value)!r} {op} {bound!r}")
     print(f"{label} {op} {_plain(bound)!r}  fails: caught")
 
 
-def variant(function, edits):
-    """A stage with pieces of its text replaced, to see what a mistake, or an idea, does.
+def variant(function: Callable[..., Any], edits: Mapping[str, str]) -> Callable[..., Any]:
+    """A stage with pieces of its text replaced, to see what a mistake or an idea does.
 
-    Args:    function: a function whose file or notebook cell holds it whole, imports included; or
-                   a variant
+    Args:    function: its file or its notebook cell holds it whole, imports included; a variant
+                   will do, too
              edits: {piece: what to put there}; each piece stands in the text once
-    Returns: the function of the same name, defined by the changed text; `show_diff` shows it
+    Returns: the function of the same name that the changed text defines; `show_diff` shows the
+             change
     Raises:  ValueError: a piece that doesn't stand there once
     """
     text = "\n".join(_text(function)) + "\n"
@@ -80,18 +95,24 @@ def variant(function, edits):
         text = text.replace(old, new)
     filename = f"<variant {next(_VARIANTS)} of {function.__name__}>"
     linecache.cache[filename] = len(text), None, text.splitlines(keepends=True), filename
-    names = {"__name__": filename}
+    names: dict[str, Any] = {"__name__": filename}
     exec(compile(text, filename, "exec"), names)
     return names[function.__name__]
 
 
-def exercise(name, answer, is_right):
-    """Judge a reader's answer to an exercise; None means it hasn't been tried.
+def exercise(name: str, answer: Any, is_right: Callable[[Any], object]) -> None:
+    """Judge a reader's answer to an exercise and print the verdict.
 
     Args:    name: of the exercise
-             answer: whatever the reader made; None while there is none
-             is_right: called with the answer, true if it is right
-    Raises:  AssertionError: the answer is wrong; names it
+             answer: whatever the reader made; None if it hasn't been tried
+             is_right: called with the answer; says whether it is right
+    Raises:  AssertionError: the answer is wrong, or can't be checked; names it
+
+    Example:
+        >>> exercise("bytes of a block", None, lambda n: n == 8192)
+        bytes of a block: not tried yet
+        >>> exercise("bytes of a block", 8192, lambda n: n == 8192)
+        bytes of a block: right
     """
     if answer is None:
         print(f"{name}: not tried yet")
@@ -107,11 +128,13 @@ def exercise(name, answer, is_right):
     print(f"{name}: right")
 
 
-def show_diff(before, after):
+def show_diff(
+    before: ModuleType | Callable[..., Any], after: ModuleType | Callable[..., Any]
+) -> None:
     """Print what changed between two stages, as a unified diff of their whole texts.
 
-    Args:    before, after: functions or modules; a function stands for the file, or the notebook
-                   cell, that defines it
+    Args:    before, after: a module, or a function, which stands for the file or the notebook
+                   cell that defines it
     """
     lines = difflib.unified_diff(_text(before), _text(after), n=1, lineterm="")
     body = list(lines)[2:]  # without the two header lines
@@ -119,10 +142,12 @@ def show_diff(before, after):
         print("..." if line.startswith("@@") else line.rstrip())
 
 
-def _plain(x):
+def _plain(x: Any) -> Any:
+    """The number in a tensor of one element; anything else as it is."""
     return x.item() if hasattr(x, "item") else x
 
 
-def _text(module_or_function):
+def _text(module_or_function: Any) -> list[str]:
+    """The lines of the file or the cell that defines it."""
     lines, _ = inspect.findsource(module_or_function)
     return [line.rstrip("\n") for line in lines]

@@ -1,86 +1,87 @@
-"""The command line's options: what they are, and what about them can be wrong."""
+"""The command line's options: what they are, and what can be wrong about them."""
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
 
 import torch
 
-from paged_attention.bench.peers.ours_and_sdpa import PEERS
-from paged_attention.bench.settings import RUNGS, Settings
+from paged_attention.bench.memory import LENGTHS
+from paged_attention.bench.peers import PEERS
+from paged_attention.bench.settings import LADDER, Settings
 from paged_attention.kernel.layouts import lanes_per_piece
 
-DTYPES = {
-    "fp32": torch.float32,
-    "float": torch.float32,
-    "float32": torch.float32,
-    "fp16": torch.float16,
-    "half": torch.float16,
-    "float16": torch.float16,
-    "bf16": torch.bfloat16,
-    "bfloat16": torch.bfloat16,
-}
-LENGTHS = 1024, 8192, 32_768, 100_000  # contexts where none is asked for
-SHORT, LONGEST = LENGTHS[0], LENGTHS[-1]
+COMMAND = "python -m paged_attention"
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+SHORT_NAMES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 OUT = "figures/local"  # a user's own; git ignores it
 
 
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str):
-        """One line, without the usage: it names the option and its value."""
-        print(f"python -m paged_attention: {message}", file=sys.stderr)
-        sys.exit(2)
+def refuse(message: str) -> NoReturn:
+    """End with status 2 and one line, which names the option and its value."""
+    print(f"{COMMAND}: {message}", file=sys.stderr)
+    sys.exit(2)
 
 
-def parser_of_options() -> Parser:
-    parser = Parser(
-        prog="python -m paged_attention",
+def parse(argv: list[str] | None = None) -> tuple[Settings, list[int] | None, Path]:
+    """The command line.
+
+    Args:    argv: without the command's name; None: the process's own
+    Returns: settings: of the run;  contexts: as asked for, None if they weren't;  the folder
+             where the files go
+    """
+    options = vars(_parser().parse_args(argv))
+    contexts, out = options.pop("context"), Path(options.pop("out"))
+    options["stages"] = tuple(name for name in LADDER if name in options["stages"])
+    settings = Settings(**options)  # the other options are called like its fields
+    heads, kv_heads, lanes = settings.num_heads, settings.num_kv_heads, settings.head_size
+    if heads % kv_heads:
+        refuse(f"--heads {heads} is not a multiple of --kv-heads {kv_heads}")
+    if lanes % (x := lanes_per_piece(settings.dtype)):
+        refuse(
+            f"--head-size {lanes} is not a multiple of {x}, which the vllm layout needs for "
+            f"{settings.dtype}"
+        )
+    return settings, contexts, out
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """In one line, without the usage."""
+        refuse(message)
+
+
+def _parser() -> _Parser:
+    parser = _Parser(
+        prog=COMMAND,
         description="Measure every stage of the series, and the final kernel, on this machine.",
         allow_abbrev=False,
     )
+
     add = parser.add_argument
-    default = "cuda" if torch.cuda.is_available() else "cpu"
-    add("--device", default=default, help=f"cpu, cuda, cuda:1, ... (default here: {default})")
-    add(
-        "--context",
-        type=_list_of(_positive),
-        metavar="N[,N]",
-        help=f"tokens (default: {', '.join(map(str, LENGTHS))}, or up to the longest that fits "
-        "the memory)",
-    )
-    add("--heads", type=_size, default=24, metavar="N", help="query heads (default: 24)")
-    add("--kv-heads", type=_size, default=4, metavar="N", help="KV heads (default: 4)")
-    add("--head-size", type=_size, default=256, metavar="N", help="default: 256")
-    add("--block-size", type=_size, default=16, metavar="N", help="tokens (default: 16)")
-    add(
-        "--dtype",
-        type=_dtype,
-        default=torch.float32,
-        metavar="TYPE",
-        help="fp32, fp16, bf16, or torch's names (default: fp32)",
-    )
-    add(
-        "--partition-size",
-        type=_size,
-        default=512,
-        metavar="N",
-        help="tokens, in the stages (default: 512); the kernel chooses its own",
-    )
-    add(
-        "--stages",
-        type=_list_of(_stage),
-        default=list(RUNGS),
-        metavar="A[,B]",
-        help=f"any of {', '.join(RUNGS)} (default: all)",
-    )
-    add(
-        "--peers",
-        action="store_true",
-        help=f"also what others do with the same data, and with a ragged batch: "
-        f"{', '.join(PEERS)}",
-    )
-    add("--out", metavar="DIR", default=OUT, help=f"where the files go (default: {OUT})")
+    size: dict[str, Any] = {"type": _size, "metavar": "N"}
+    lengths = ", ".join(map(str, LENGTHS))
+    contexts = f"tokens (default: {lengths}, or up to the longest that fits the memory)"
+    others = f"also what others do with the same data, and with a ragged batch: {', '.join(PEERS)}"
+    add("--device", type=_device, help="cpu, cuda, cuda:1, ... (default here: %(default)s)")
+    add("--context", type=_list_of(_positive), metavar="N[,N]", help=contexts)
+    add("--heads", dest="num_heads", help="query heads (default: %(default)s)", **size)
+    add("--kv-heads", dest="num_kv_heads", help="KV heads (default: %(default)s)", **size)
+    add("--head-size", help="default: %(default)s", **size)
+    add("--block-size", help="tokens (default: %(default)s)", **size)
+    dtypes = "fp32, fp16, bf16, or torch's names (default: fp32)"
+    add("--dtype", type=_dtype, metavar="TYPE", help=dtypes)
+    of_stages = "tokens, in the stages (default: %(default)s); the kernel chooses its own"
+    add("--partition-size", help=of_stages, **size)
+    stages = f"any of {', '.join(LADDER)} (default: all)"
+    add("--stages", type=_list_of(_stage), metavar="A[,B]", help=stages)
+    add("--peers", action="store_const", const=tuple(PEERS), help=others)
+    add("--out", metavar="DIR", default=OUT, help="where the files go (default: %(default)s)")
+    parser.set_defaults(**vars(Settings(device="cuda" if torch.cuda.is_available() else "cpu")))
     return parser
 
 
@@ -102,59 +103,38 @@ def _size(text: str) -> int:
 
 
 def _dtype(text: str) -> torch.dtype:
-    try:
-        return DTYPES[text.removeprefix("torch.")]
-    except KeyError:
+    name = text.removeprefix("torch.")
+    dtype = getattr(torch, SHORT_NAMES.get(name, name), None)
+    if dtype not in DTYPES:
         raise argparse.ArgumentTypeError(
             f"{text!r} is none of fp32, fp16, bf16 (or float32, float16, bfloat16)"
-        ) from None
+        )
+    return dtype
 
 
 def _stage(text: str) -> str:
-    if text not in RUNGS:
-        raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(RUNGS)}")
+    if text not in LADDER:
+        raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(LADDER)}")
     return text
 
 
-def _list_of(convert):
+def _list_of(convert: Callable[[str], Any]) -> Callable[[str], list[Any]]:
     return lambda text: [convert(part.strip()) for part in text.split(",")]
 
 
-def settings_of(parser: Parser, options) -> Settings:
-    """The options that depend on each other or on this machine."""
-    device = _device(parser, options.device)
-    if options.heads % options.kv_heads:
-        parser.error(f"--heads {options.heads} is not a multiple of --kv-heads {options.kv_heads}")
-    x = lanes_per_piece(options.dtype)
-    if options.head_size % x:
-        parser.error(
-            f"--head-size {options.head_size} is not a multiple of {x}, which the vllm layout "
-            f"needs for {options.dtype}"
-        )
-    return Settings(
-        device=device,
-        num_heads=options.heads,
-        num_kv_heads=options.kv_heads,
-        head_size=options.head_size,
-        block_size=options.block_size,
-        dtype=options.dtype,
-        partition_size=options.partition_size,
-        stages=tuple(name for name in RUNGS if name in options.stages),
-        peers=tuple(PEERS) if options.peers else (),
-    )
-
-
-def _device(parser: Parser, text: str) -> str:
+def _device(text: str) -> str:
     try:
         device = torch.device(text)
     except RuntimeError:
         device = None
     if device is None or device.type not in ("cpu", "cuda"):
-        parser.error(f"--device {text!r} is neither cpu nor cuda: nothing else can be timed")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is neither cpu nor cuda: nothing else can be timed"
+        )
     if device.type == "cpu":
         return "cpu"
     devices = torch.cuda.device_count()
     if (device.index or 0) >= devices:
         seen = f"only {devices} CUDA device(s)" if devices else "no CUDA device"
-        parser.error(f"--device {text!r}: PyTorch sees {seen} here")
+        raise argparse.ArgumentTypeError(f"{text!r}: PyTorch sees {seen} here")
     return str(device)

@@ -1,44 +1,41 @@
-"""Files that are whole, or not there."""
+"""Write files so that each is whole, or not there."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 
-def refusal(folder: Path, names: tuple[str, ...]) -> str | None:
-    """Why `names` can't be written into `folder`, or None. Makes and changes nothing."""
+def refusal(folder: Path, names: Sequence[str]) -> str | None:
+    """Why files of these names can't be written into a folder, or None. Changes nothing."""
     try:
-        return _refusal(folder, names)
+        for name in names:
+            if (folder / name).is_dir():
+                return f"{folder / name} is a folder"
+        for place in (folder, *folder.absolute().parents):
+            if place.exists() or place.is_symlink():
+                if not place.is_dir():
+                    return f"{place} is not a folder"
+                writable = os.access(place, os.W_OK | os.X_OK)
+                return None if writable else f"{place} can't be written to"
+        return f"{folder} has no parent"
     except OSError as error:  # a name that is too long, say
         return str(error)
 
 
-def _refusal(folder: Path, names: tuple[str, ...]) -> str | None:
-    for name in names:
-        if (folder / name).is_dir():
-            return f"{folder / name} is a folder"
-    for place in (folder, *folder.absolute().parents):
-        if place.exists() or place.is_symlink():
-            if not place.is_dir():
-                return f"{place} is not a folder"
-            if not os.access(place, os.W_OK | os.X_OK):
-                return f"{place} can't be written to"
-            return None
-    return f"{folder} has no parent"
-
-
-def write_json(path: Path, data: dict) -> None:
-    """The dictionary as JSON, a list of numbers on one line; whole, or not there."""
-    text = json.dumps(data, indent=1, allow_nan=False)
-    text = re.sub(r"\[[^][{}\"]*\]", lambda m: " ".join(m[0].split()), text)
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write a dictionary as JSON, a list of numbers on one line."""
+    text = json.dumps(content, indent=1, allow_nan=False)
+    text = re.sub(r"\[[^][{}\"]*\]", lambda numbers: " ".join(numbers[0].split()), text)
     write_bytes(path, (text + "\n").encode())
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Write beside it, then rename: a reader sees the old file or the new one, never half."""
+    """Write beside the file, then rename, so that nobody ever reads half of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     try:

@@ -1,87 +1,64 @@
-"""Time and memory against the length of the sequence, drawn from a ladder's JSON dictionary."""
+"""Time and memory against the length of the sequence, drawn from a run's JSON dictionary."""
 
 from __future__ import annotations
 
-from paged_attention.bench.captions import hardware, workload
+from typing import Any
+
+import numpy
+
+from paged_attention.bench.ladder import results_of
+from paged_attention.bench.page import FLOOR_LINE, KV_LINE, page
 from paged_attention.measure.units import human_bytes, human_seconds
-from paged_attention.plots.style import FLOOR_COLOUR, WIDTH, caption, log_axes, mark_of, style
+from paged_attention.plots.style import FLOOR_COLOUR, Axes, Figure, log_axes, mark_of, median_curve
+
+_NOTE = (
+    "Medians, shaded the middle half of the samples; the floor is torch.mv reading as many bytes "
+    "as K and V hold."
+)
 
 
-def draw_lengths(data: dict):
-    """Every stage, the kernel, its peers and the floor: time above, memory below.
+def draw_lengths(run: dict[str, Any]) -> Figure:
+    """Time above, memory below: curves of every stage, the kernel, its peers and the floor.
 
-    Args:    data: what `ladder.describe` and `ladder.StepRun.entry` make, as in ladder.json
-    Returns: matplotlib.figure.Figure
+    Args:    run: what `ladder` makes and ladder.json holds
     """
-    from matplotlib.figure import Figure
-
-    entries = sorted(data["contexts"], key=lambda entry: entry["context"])
-    tokens = [entry["context"] for entry in entries]
-    with style():
-        figure = Figure(figsize=(WIDTH, 7.6), layout="constrained")
+    steps = sorted(run["contexts"], key=lambda step: step["context"])
+    tokens = [step["context"] for step in steps]
+    with page(run, "One decode step of PagedAttention V2, against length", 7.6, [_NOTE]) as figure:
         time, memory = figure.subplots(2, 1, height_ratios=(1.6, 1))
-        for name, points in _by_name(entries).items():
-            _draw_times(time, name, points)
-            _draw_peaks(memory, name, points)
-        floors = [(entry["context"], entry["floor"]) for entry in entries if entry["floor"]]
-        line = {"color": FLOOR_COLOUR, "lw": 1.5, "ls": (0, (4, 2))}
-        time.plot([n for n, _ in floors], [f["seconds"] for _, f in floors], label="floor", **line)
-        kv_bytes = [entry["kv_bytes"] for entry in entries]
-        memory.plot(tokens, kv_bytes, color=FLOOR_COLOUR, lw=1.5, ls=":", label="K and V")
+        for name, timed in _timed_by_name(steps).items():
+            colour, mark = mark_of(name)
+            line: dict[str, Any] = {"color": colour, "ms": 5, "lw": 1.4, "label": name}
+            seconds = {n: (result["seconds"], result["spread"]) for n, result in timed.items()}
+            median_curve(time, seconds, f"{mark}-", **line)
+            peaks = {n: result["peak_bytes"] for n, result in timed.items()}
+            counted = [n for n in peaks if peaks[n]]
+            if counted:
+                memory.plot(counted, [peaks[n] for n in counted], f"{mark}-", **line)
+        floors = {step["context"]: step["floor"]["seconds"] for step in steps if step["floor"]}
+        time.plot([*floors], [*floors.values()], color=FLOOR_COLOUR, label="floor", **FLOOR_LINE)
+        kv_bytes = [step["kv_bytes"] for step in steps]
+        memory.plot(tokens, kv_bytes, color=FLOOR_COLOUR, label="K and V", **KV_LINE)
         log_axes(time, tokens, "", "time a step", human_seconds)
         log_axes(memory, tokens, "tokens in the cache", "peak memory", human_bytes)
-        for axes in (time, memory):
-            handles, labels = axes.get_legend_handles_labels()
-            axes.legend(
-                *_highest_first(handles, labels),
-                loc="center left",
-                bbox_to_anchor=(1.0, 0.5),
-                frameon=False,
-                fontsize=8.5,
-            )
-        figure.suptitle(
-            "One decode step of PagedAttention V2, against length",
-            x=0.01, ha="left", fontsize=12, fontweight="bold",
-        )  # fmt: skip
-        lines = [
-            f"{hardware(data)}.",
-            f"{workload(data)}.",
-            "Medians, shaded the middle half of the samples; the floor is torch.mv reading as "
-            "many bytes as K and V hold.",
-        ]
-        if data["interrupted"]:
-            lines.append("The run was interrupted: this is what it had measured.")
-        caption(figure, lines)
+        _legend(time)
+        _legend(memory)
     return figure
 
 
-def _by_name(entries: list[dict]) -> dict[str, list[tuple[int, dict]]]:
-    """{stage or peer: [(tokens, result), ...]}, of those that were timed."""
-    points: dict[str, list[tuple[int, dict]]] = {}
-    for entry in entries:
-        for result in entry["stages"] + entry.get("peers", []):
+def _timed_by_name(steps: list[dict[str, Any]]) -> dict[str, dict[int, dict[str, Any]]]:
+    """{stage or peer: {tokens: result}}, of those that were timed."""
+    timed: dict[str, dict[int, dict[str, Any]]] = {}
+    for step in steps:
+        for result in results_of(step):
             if "seconds" in result:
-                points.setdefault(result["name"], []).append((entry["context"], result))
-    return points
+                timed.setdefault(result["name"], {})[step["context"]] = result
+    return timed
 
 
-def _draw_times(axes, name: str, points) -> None:
-    colour, mark = mark_of(name)
-    tokens = [n for n, _ in points]
-    low, high = zip(*(result["spread"] for _, result in points))
-    seconds = [result["seconds"] for _, result in points]
-    axes.plot(tokens, seconds, mark, ls="-", color=colour, ms=5, lw=1.4, label=name)
-    axes.fill_between(tokens, low, high, color=colour, alpha=0.15, lw=0)
-
-
-def _draw_peaks(axes, name: str, points) -> None:
-    colour, mark = mark_of(name)
-    counted = [(n, result["peak_bytes"]) for n, result in points if result["peak_bytes"]]
-    if counted:
-        axes.plot(*zip(*counted), mark, ls="-", color=colour, ms=5, lw=1.4, label=name)
-
-
-def _highest_first(handles, labels):
-    """The legend in the order in which the lines end."""
-    order = sorted(range(len(handles)), key=lambda i: -handles[i].get_ydata()[-1])
-    return [handles[i] for i in order], [labels[i] for i in order]
+def _legend(axes: Axes) -> None:
+    """To the right of the curves, in the order in which they end."""
+    lines = sorted(axes.lines, key=lambda line: -numpy.asarray(line.get_ydata())[-1])
+    axes.legend(
+        handles=lines, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize=8.5
+    )

@@ -1,4 +1,4 @@
-"""A ladder as a Markdown table, the one in the README: time against length, in a few columns.
+"""A run as a Markdown table, the one in the README: time against length, in a few columns.
 
 python -m paged_attention.bench.markdown figures/amd-epyc-avx2/ladder.json
 """
@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from paged_attention.bench.captions import hardware, workload
+from paged_attention.bench.ladder import results_of
 from paged_attention.measure.units import human_bytes, human_seconds
 
 COLUMNS = {
@@ -24,51 +27,46 @@ COLUMNS = {
 
 
 def table(source: str) -> str:
-    """What a ladder's JSON holds, of COLUMNS and the floor: medians, then the memory that the
-    longest takes; a blank where something wasn't timed, or can't be counted.
+    """Medians of a run in COLUMNS, beside the floor, and the memory that the longest takes.
 
-    Args: source: the JSON's path, which the caption links to
+    A cell is empty where something wasn't timed, or can't be counted.
+
+    Args:    source: the path of the run's JSON, which the caption links to
     """
-    data = json.loads(Path(source).read_text(encoding="utf-8"))
-    entries = sorted(data["contexts"], key=lambda entry: entry["context"])
-    longest = entries[-1]
+    run = json.loads(Path(source).read_text(encoding="utf-8"))
+    steps = sorted(run["contexts"], key=lambda step: step["context"])
+    longest = steps[-1]
     rows = [
         ["tokens", "floor", *COLUMNS.values()],
         ["--:"] * (2 + len(COLUMNS)),
-        *(_times(entry) for entry in entries),
-        _peaks(longest),
+        *(
+            [f"{step['context']:,}", _floor(step), *_cells(step, "seconds", human_seconds)]
+            for step in steps
+        ),
+        [
+            f"peak memory, {longest['context']:,}",
+            f"(K, V: {human_bytes(longest['kv_bytes'])})",
+            *_cells(longest, "peak_bytes", human_bytes),
+        ],
     ]
     lines = ["| " + " | ".join(row) + " |" for row in rows]
     caption = (
         f"*Time of one decode step: medians of the samples in [`{Path(source).name}`]({source}). "
-        f"{hardware(data)}; {workload(data)}.*"
+        f"{hardware(run)}; {workload(run)}.*"
     )
     return "\n".join([*lines, "", caption])
 
 
-def _times(entry: dict) -> list[str]:
-    results = _by_name(entry)
-    floor = human_seconds(entry["floor"]["seconds"]) if entry["floor"] else ""
-    times = [results.get(name, {}).get("seconds") for name in COLUMNS]
-    return [f"{entry['context']:,}", floor, *(human_seconds(t) if t else "" for t in times)]
+def _floor(step: dict[str, Any]) -> str:
+    return human_seconds(step["floor"]["seconds"]) if step["floor"] else ""
 
 
-def _peaks(entry: dict) -> list[str]:
-    results = _by_name(entry)
-    peaks = [results.get(name, {}).get("peak_bytes") for name in COLUMNS]
-    kv = f"(K, V: {human_bytes(entry['kv_bytes'])})"
-    return [
-        f"peak memory, {entry['context']:,}",
-        kv,
-        *(human_bytes(p) if p else "" for p in peaks),
-    ]
-
-
-def _by_name(entry: dict) -> dict[str, dict]:
-    return {result["name"]: result for result in entry["stages"] + entry.get("peers", [])}
+def _cells(step: dict[str, Any], figure: str, in_words: Callable[[float], str]) -> list[str]:
+    figures = {result["name"]: result.get(figure) for result in results_of(step)}
+    return [in_words(x) if (x := figures.get(name)) else "" for name in COLUMNS]
 
 
 if __name__ == "__main__":
     if len(sys.argv) != 2:
-        sys.exit("python -m paged_attention.bench.markdown takes one JSON of a ladder")
+        sys.exit("python -m paged_attention.bench.markdown takes one JSON of a run")
     print(table(sys.argv[1]))

@@ -1,59 +1,50 @@
-"""Progress on stderr: a bar where there is tqdm and a terminal, plain lines otherwise."""
+"""Progress on stderr: a bar where there are tqdm and a terminal, plain lines otherwise."""
 
 from __future__ import annotations
 
 import sys
+from typing import Any
+
+_ROUNDS = 10  # how many there will be, until somebody knows
 
 
-def progress_of(num_stages: int):
-    """A context manager to report to: .say(text) for news, .step(text) for a step done ("" for
-    one that isn't worth a line), .expect(steps) once it's known how many there will be."""
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        return _Lines()
-    return _Bar(tqdm, num_stages) if sys.stderr.isatty() else _Lines()
+class Progress:
+    """A context manager that a run reports to.
 
+    Args:    num_contenders: how many are tried before the rounds, beside the floor
+    """
 
-class _Lines:
-    """Progress as lines on stderr."""
+    def __init__(self, num_contenders: int) -> None:
+        self._bar: Any = None
+        try:
+            from tqdm import tqdm
+        except ImportError:
+            return
+        if sys.stderr.isatty():
+            self._bar = tqdm(total=1 + num_contenders + _ROUNDS, leave=False)
 
-    def __enter__(self):
+    def __enter__(self) -> Progress:
         return self
 
-    def __exit__(self, *exc):
-        pass
+    def __exit__(self, *error: object) -> None:
+        if self._bar is not None:
+            self._bar.close()
 
     def say(self, text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
+        """What is happening now."""
+        if self._bar is not None:
+            self._bar.set_description(text)
+        else:
+            print(text, file=sys.stderr, flush=True)
 
     def expect(self, steps: int) -> None:
-        pass
+        """How many steps there will be in all, now that it is known."""
+        if self._bar is not None:
+            self._bar.total = steps
 
     def step(self, text: str) -> None:
+        """A step is done; "" if it isn't worth a line."""
         if text:
             self.say(text)
-
-
-class _Bar:
-    """Progress as a bar, where there is tqdm and a terminal."""
-
-    def __init__(self, tqdm, num_stages: int) -> None:
-        self.bar = tqdm(total=1 + num_stages + 10, disable=None, leave=False)
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *exc):
-        self.bar.close()
-
-    def say(self, text: str) -> None:
-        self.bar.set_description(text)
-
-    def expect(self, steps: int) -> None:
-        self.bar.total = steps
-
-    def step(self, text: str) -> None:
-        if text:
-            self.bar.set_description(text, refresh=False)
-        self.bar.update()
+        if self._bar is not None:
+            self._bar.update()

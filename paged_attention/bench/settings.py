@@ -1,28 +1,31 @@
-"""What a run of the ladder measures: its settings, and the call of each rung."""
+"""What a run measures: its settings, and the calls of the stages and the kernel."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
-from paged_attention.bench.peers.ours_and_sdpa import KernelCall
+from paged_attention.bench.peers.data import Call
+from paged_attention.bench.peers.ours import KernelCall
 from paged_attention.cost.predict import Shape
 from paged_attention.inputs import Inputs, random_inputs
 from paged_attention.measure.yardstick import kv_bytes
 from paged_attention.stages import STAGES
 
-RUNGS = (*STAGES, "paged_attention")
+LADDER = (*STAGES, "paged_attention")  # the kernel is its last step
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The sizes of a decode step in the "vllm" layout, and who takes it.
+    """The sizes of a decode step in the "vllm" layout, and what takes it.
 
     partition_size: tokens, of the stages; the kernel chooses its own, as for any user
-    stages: names of RUNGS;  peers: names of peers.PEERS
+    stages:         names of LADDER
+    peers:          names of peers.PEERS
     """
 
     device: str = "cpu"
@@ -32,61 +35,61 @@ class Settings:
     block_size: int = 16
     dtype: torch.dtype = torch.float32
     partition_size: int = 512
-    stages: tuple[str, ...] = RUNGS
+    stages: tuple[str, ...] = LADDER
     peers: tuple[str, ...] = ()
 
     @property
     def scale(self) -> float:
         return self.head_size**-0.5
 
-    def inputs(self, seq_lens: Sequence[int], device=None) -> Inputs:
-        """Sequences of so many tokens, blocks in random order, unused slots NaN."""
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """The four numbers of tokens, heads and lanes, as keyword arguments."""
+        names = ("num_heads", "num_kv_heads", "head_size", "block_size")
+        return {name: getattr(self, name) for name in names}
+
+    def inputs(self, seq_lens: Sequence[int], device: str | None = None) -> Inputs:
+        """Sequences of so many tokens: blocks in random order, unused slots NaN."""
         return random_inputs(
-            seq_lens,
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads,
-            head_size=self.head_size,
-            block_size=self.block_size,
-            dtype=self.dtype,
-            device=device or self.device,
+            seq_lens, dtype=self.dtype, device=device or self.device, **self.sizes
         )
 
     def shape(self, name: str, seq_lens: Sequence[int], layout: str = "vllm") -> Shape:
-        """The same for `cost.predict`, of a stage or the kernel."""
+        """The same step for `cost.predict`, of a stage or of the kernel."""
+        partition_size = self.partition_size if name in STAGES else None
         return Shape(
-            seq_lens,
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads,
-            head_size=self.head_size,
-            block_size=self.block_size,
-            partition_size=self.partition_size if name in STAGES else None,
-            dtype=self.dtype,
-            layout=layout,
-        )
+            tuple(seq_lens), partition_size=partition_size, dtype=self.dtype, layout=layout,
+            **self.sizes,
+        )  # fmt: skip
+
+    def call(self, name: str, inputs: Inputs) -> Call:
+        """The call of a stage or of the kernel, which takes no arguments."""
+        if name == "paged_attention":
+            return KernelCall(inputs, layout="vllm", scale=self.scale)
+        return lambda: STAGES[name](*inputs, self.scale, partition_size=self.partition_size)
 
     def kv_bytes(self, num_tokens: int) -> int:
+        """Bytes of K and V together that so many tokens hold."""
         return kv_bytes(num_tokens, self.num_kv_heads, self.head_size, self.dtype)
 
 
-def rung(name: str, inputs: Inputs, settings: Settings) -> Callable[[], torch.Tensor]:
-    """A call of the named stage, or of the kernel, that takes no arguments."""
-    scale = settings.scale
-    if name == "paged_attention":
-        return KernelCall(inputs, layout="vllm", scale=scale)
-    return lambda: STAGES[name](*inputs, scale, partition_size=settings.partition_size)
-
-
 NUM_SEQS, SHORTEST, LONGEST = 16, 16, 16_384
-RAGGED_PEERS = ("paged_attention_HND", "gather_sdpa", "vllm_cpu_op")
+RAGGED_PEERS = ("paged_attention_HND", "gather_sdpa", "vllm_cpu_op")  # they serve a batch
 
 
 def ragged_lengths() -> tuple[int, ...]:
-    """16 lengths between 16 and 16,384 tokens, log-uniform: each factor of two as likely. The
-    seed is one whose draw spans nearly all of it, 18 to 15,897."""
+    """The lengths of a ragged batch: 16 draws between 16 and 16,384 tokens, log-uniform.
+
+    Each factor of two is as likely as any other. With this seed the draw spans nearly all of it.
+
+    Example:
+        >>> sorted(ragged_lengths())[::5]
+        [18, 97, 1052, 15897]
+    """
     draw = random.Random(3).random
     return tuple(round(SHORTEST * (LONGEST / SHORTEST) ** draw()) for _ in range(NUM_SEQS))
 
 
 def ragged(settings: Settings) -> Settings:
-    """The same sizes, for those that serve a batch."""
+    """The same sizes, for the peers that serve a ragged batch."""
     return replace(settings, stages=(), peers=RAGGED_PEERS)

@@ -1,7 +1,9 @@
 """What a call costs, worked out before it runs: `predict(name, Shape([...]), profile)`."""
 
-from paged_attention.cost.predict import NAMES, Cost, Shape, predict, seconds_of
-from paged_attention.cost.profiles import PROFILES, DeviceProfile, Figure
+from paged_attention.cost.predict import NAMES, Cost, cost_of, predict, seconds_of
+from paged_attention.cost.shape import Shape
+from paged_attention.cost.trace import Step
+from paged_attention.measure.profiles import PROFILES, DeviceProfile, Figure
 
 __all__ = [
     "Cost",
@@ -10,6 +12,8 @@ __all__ = [
     "NAMES",
     "PROFILES",
     "Shape",
+    "Step",
+    "cost_of",
     "predict",
     "seconds_of",
 ]

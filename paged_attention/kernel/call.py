@@ -54,16 +54,16 @@ def check_call(inputs: Inputs, layout: str | None, kv_cache_dtype: str, options:
 
     Raises:  TypeError, ValueError: which argument, its value, what it should be
     """
-    for name, tensor in inputs._asdict().items():
+    for name, tensor in zip(Inputs._fields, inputs):
         require_tensor(name, tensor)
     query, key_cache, value_cache, block_tables, seq_lens = inputs
     require_tensor("query", query, FLOATS)
     check_cache_dtypes(key_cache, value_cache, kv_cache_dtype)
-    for name in ("block_tables", "seq_lens"):
-        require_tensor(name, getattr(inputs, name), INTS)
-    for name, tensor in inputs._asdict().items():
-        if not (name == "seq_lens" and tensor.is_cpu):  # which is allowed
-            require_tensor(name, tensor, device=query.device)
+    require_tensor("block_tables", block_tables, INTS)
+    require_tensor("seq_lens", seq_lens, INTS)
+    for name, tensor in zip(Inputs._fields, inputs):
+        if tensor.device != query.device and not (tensor is seq_lens and tensor.is_cpu):
+            refuse(name, f"on {query.device} like query", tensor.device)
     layout = resolve_layout(key_cache, layout)
     geometry = cache_geometry(key_cache, value_cache, layout)
     _check_query(query, geometry)

@@ -24,7 +24,7 @@ from .options import Options
 from .partition import whole_blocks
 from .schedule import Schedule
 from .shape import StepShape
-from .step import Step, StepBuffers
+from .step import Step, step_buffers
 from .workspace import Workspace, default_workspace
 
 # Tokens. With 24 query heads on 4 KV heads, a partition's states take 0.3 % of its K and V.
@@ -39,7 +39,7 @@ def plan_decode(
     block_size: int,
     layout: str,
     dtype: torch.dtype = torch.float32,
-    device="cpu",
+    device: str | torch.device = "cpu",
     seq_lens: Sequence[int] | Tensor | None = None,
     num_seqs: int | None = None,
     max_seq_len: int | None = None,
@@ -138,7 +138,7 @@ class DecodePlan:
         self.partition_size = whole_blocks(partition_size, shape.block_size)
         cut = self.partition_size, wave_tokens
         self.schedule = Schedule(needed, lengths, *cut, is_capacity=is_capacity, device=device)
-        self.buffers = StepBuffers(self.schedule)
+        self.buffers = step_buffers(needed, self.schedule.extent)
 
     @classmethod
     def exact(cls, shape, layout, device, lengths, partition_size=None, **more) -> "DecodePlan":
@@ -224,15 +224,14 @@ class DecodePlan:
     def _check_planned_for(self, call: Call) -> None:
         """Check that the tensors are those that were planned for."""
         schedule, inputs = self.schedule, call.inputs
-        wanted = dict(self.shape._asdict(), device=schedule.device, num_seqs=schedule.num_seqs)
-        query = inputs.query
-        got = dict(call.shape._asdict(), device=query.device, num_seqs=len(query))
-        for size in wanted:
-            if got[size] != wanted[size]:
+        wanted = (schedule.device, schedule.num_seqs, *self.shape)
+        got = (inputs.query.device, len(inputs.query), *call.shape)
+        for size, want, have in zip(("device", "num_seqs", *self.shape._fields), wanted, got):
+            if have != want:
                 of_query = size in ("device", "num_seqs", "num_heads", "q_len")
                 name = "query" if of_query else "key_cache"
-                rule = f"what was planned for, {wanted[size]} of {size}"
-                refuse(name, rule, f"{got[size]}: {tuple(getattr(inputs, name).shape)}")
+                rule = f"what was planned for, {want} of {size}"
+                refuse(name, rule, f"{have}: {tuple(getattr(inputs, name).shape)}")
         longest, num_blocks = schedule.longest, call.geometry.num_blocks
         if not schedule.is_capacity and longest and (call.covered < longest or not num_blocks):
             columns = (

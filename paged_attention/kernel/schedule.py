@@ -58,6 +58,20 @@ class ItemTable(NamedTuple):
     state_steps: Tensor  # from a row's state to the next row's
 
 
+class Extent(NamedTuple):
+    """How much of everything a schedule has. What a wave has is that of its largest wave."""
+
+    num_seqs: int
+    num_states: int
+    num_blocks: int
+    num_items: int
+    wave_items: int
+    wave_tokens: int
+    widest: int  # tokens of the widest item
+    is_sorted: bool  # the merge takes the sequences in the batch's order
+    is_capacity: bool
+
+
 class Schedule:
     """The waves and segments of a batch of these lengths.
 
@@ -106,9 +120,20 @@ class Schedule:
         self.items = ItemTable(*table.contiguous().to(device))
 
         self.widest = max((wave[0].width for wave in cut), default=0)
-        self.num_states = sum(num_states) * shape.num_rows
         self._make_ranges()
         self.waves = self._waves(cut, spans)
+        sizes = [(wave.num_items, wave.num_items * wave.width) for wave in self.waves] or [(0, 0)]
+        self.extent = Extent(
+            len(lengths),
+            sum(num_states) * shape.num_rows,
+            len(self.block_seqs),
+            len(columns),
+            max(items for items, _ in sizes),
+            max(tokens for _, tokens in sizes),
+            self.widest,
+            is_sorted,
+            is_capacity,
+        )
 
     def _make_ranges(self) -> None:
         """Constants that every run reads."""

@@ -1,7 +1,6 @@
 """Memory that calls share, so that a run allocates nothing."""
 
 import copy
-import functools
 import math
 import threading
 from typing import Any, TypeVar
@@ -21,11 +20,12 @@ class Buffer:
     Called without one, it gives all of itself. A view is made once and remembered.
     """
 
+    __slots__ = ("dtype", "first_byte", "memory", "shape", "views")
+    memory: Tensor  # float32, with the views of it, both only in what `Buffers.lying_in` gives
+    views: dict[tuple, Tensor]
+
     def __init__(self, dtype: torch.dtype, shape: tuple[int, ...], first_byte: int) -> None:
         self.dtype, self.shape, self.first_byte = dtype, shape, first_byte
-        self.nbytes = math.prod(shape) * dtype.itemsize
-        self.memory: Tensor | None = None  # until `Buffers.lying_in`
-        self.views: dict[tuple, Tensor] = {}
 
     def __call__(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         view = self.views.get((shape, dtype))
@@ -34,8 +34,7 @@ class Buffer:
         return view
 
     def _view(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        assert self.memory is not None
-        if math.prod(shape) * dtype.itemsize > self.nbytes:
+        if math.prod(shape) * dtype.itemsize > math.prod(self.shape) * self.dtype.itemsize:
             raise RuntimeError(
                 f"a buffer was declared as {self.shape} of {self.dtype}, and {shape} of {dtype} "
                 f"would overrun the next one"
@@ -50,21 +49,20 @@ class Buffers:
     """Buffers that lie one after the other in one piece of memory.
 
     A subclass declares each as an attribute, in its __init__: self.logits = self.declare(...).
+
+    nbytes: of all of them
+    places: dtype and shape of each. If they are equal, views can be shared
     """
 
-    nbytes = 0
+    def __init__(self) -> None:
+        self.nbytes, self.places = 0, []
 
     def declare(self, dtype: torch.dtype, *shape: int) -> Buffer:
         """A buffer after those that were declared before, with room for `shape` elements."""
         buffer = Buffer(dtype, shape, self.nbytes)
-        self.nbytes += -(-buffer.nbytes // ALIGNMENT) * ALIGNMENT
+        self.nbytes += -(-math.prod(shape) * dtype.itemsize // ALIGNMENT) * ALIGNMENT
+        self.places.append((dtype, shape))
         return buffer
-
-    @functools.cached_property
-    def places(self) -> list[tuple]:
-        """Place, dtype and shape of each buffer. If they are equal, views can be shared."""
-        buffers = [b for b in vars(self).values() if isinstance(b, Buffer)]
-        return [(b.first_byte, b.dtype, b.shape) for b in buffers]
 
     def lying_in(self, memory: Tensor):
         """The same buffers, able to give views of memory, (nbytes / 4,) float32."""
@@ -72,7 +70,7 @@ class Buffers:
         for name, buffer in vars(self).items():
             if isinstance(buffer, Buffer):
                 bound = Buffer(buffer.dtype, buffer.shape, buffer.first_byte)
-                bound.memory = memory
+                bound.memory, bound.views = memory, {}
                 setattr(result, name, bound)
         return result
 

@@ -1,7 +1,7 @@
-"""Count what a call asks of the device: ops, GEMMs, host reads, and peak bytes.
+"""Count what a call asks of the device: operations, GEMMs, host reads, and peak bytes.
 
-Counts are exact, the same on every device and on `meta` tensors, which hold no data: so what a
-step costs at 100,000 tokens can be counted on a machine that has no memory for 100,000 tokens.
+Counts are exact. They are the same on every device and on `meta` tensors, which hold no data. So
+what a step costs at 100,000 tokens can be counted on a machine that has no memory for them.
 
     counts = count(lambda: paged_attention(query, key_cache, ...))
     counts.ops, counts.gemms, counts.host_reads, counts.peak_bytes, counts.largest
@@ -9,27 +9,28 @@ step costs at 100,000 tokens can be counted on a machine that has no memory for 
 
 from __future__ import annotations
 
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from paged_attention.measure.storages import LiveBytes, storage_bytes
 
 
 @dataclass(frozen=True)
 class Counts:
     """What one call did, as `OpCounter` defines it.
 
-    ops:        ATen ops dispatched below autograd, less views and empty*/new_empty*
+    ops:        ATen operations dispatched below autograd, without views and empty*/new_empty*
     gemms:      of those, mm, addmm, bmm, baddbmm, mv, addmv and dot
     host_reads: of those, the ones that make the host wait for a value
     peak_bytes: the most bytes that the call's own storages held at once
-    largest:    elements of the largest tensor that an op made or wrote; views don't count
-    by_op:      how often each op ran, by name without the overload: {"bmm": 2, ...}
-    devices:    the devices that the ops' tensors live on, as strings: {"cpu", "cuda:0"}
+    largest:    elements of the largest tensor that an operation made or wrote; views don't count
+    by_op:      how often each operation ran, by its name without the overload: {"bmm": 2, ...}
+    devices:    the devices that the operations' tensors live on: {"cpu", "cuda:0"}
     """
 
     ops: int
@@ -42,12 +43,17 @@ class Counts:
 
 
 def count(fn: Callable[[], object]) -> Counts:
-    """Run `fn()` once and count what it does.
+    """Run a call once and count what it does.
 
-    Args:    fn: takes no arguments; whatever it returns is dropped
-    Returns: Counts, for this one call
+    Args:    fn: takes no arguments; what it returns is dropped
+    Returns: Counts, of this one call
     Raises:  whatever fn raises
-    Cost:    one call of fn, plus some 10 microseconds of Python an op
+    Cost:    one call of fn, and some 10 microseconds of Python an operation
+
+    Example:
+        >>> x = torch.ones(3, 5)
+        >>> count(lambda: (x @ x.t()).sum().item())
+        Counts(ops=3, gemms=1, host_reads=1, peak_bytes=40, largest=9)
     """
     with OpCounter() as counter:
         fn()
@@ -55,145 +61,101 @@ def count(fn: Callable[[], object]) -> Counts:
 
 
 class OpCounter(TorchDispatchMode):
-    """A dispatch mode that counts every op below autograd while it is on.
+    """A dispatch mode that counts every operation below autograd while it is on.
 
-    An op is counted unless it only makes a view (its schema says its result aliases an argument
-    it doesn't write to) or only asks for memory (`empty*`, `new_empty*`). Fills, copies and host
-    reads count. Composite ops are counted as the ops they are made of, in inference mode too.
+    An operation is counted unless it only makes a view (its schema says that its result aliases
+    an argument which it doesn't write to) or only asks for memory (`empty*`, `new_empty*`). Fills,
+    copies and host reads count. Composite operations count as the ones that they are made of, in
+    inference mode too.
 
     A host read is `_local_scalar_dense` (`.item()`, `int(t)`, `bool(t)`), `equal`, `nonzero`, or a
     copy from another device to the CPU.
 
-    `peak_bytes` adds up storages: one that an op allocated counts from that op until nothing
-    refers to it, so a view keeps it counted after its base is gone, while views, in-place and
-    `out=` ops add nothing. What was alive before the mode was entered is not part of it. Bytes
-    are those asked for; an allocator rounds them up.
+    `peak_bytes` adds up the storages that operations allocated, see `storages.LiveBytes`. Views,
+    in-place and `out=` operations add nothing, and neither does what was alive before the mode was
+    entered. Bytes are those that were asked for; an allocator rounds them up.
 
-    What it can't see: anything inside a kernel, such as the copy that `bmm` makes of an operand
-    it can't read with its strides, or the `nonzero` inside indexing with a bool mask (set
-    `measure.profiler_peak_bytes` beside `peak_bytes`); `.tolist()` and `.numpy()` of a CPU
-    tensor, which read memory without an op; other threads' work; and code that `torch.compile`
-    has turned into kernels of its own.
+    It can't see what happens inside a kernel, such as the copy that `bmm` makes of an operand
+    whose strides it can't read, or the `nonzero` inside indexing with a bool mask (see
+    `profiling.profiler_peak_bytes`). Nor can it see `.tolist()` and `.numpy()` of a CPU tensor,
+    which read memory without an operation, other threads' work, or code that `torch.compile` has
+    turned into kernels of its own.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.by_op: Counter[str] = Counter()
-        self.ops = self.gemms = self.host_reads = self.peak_bytes = self.largest = 0
+        self.ops = self.gemms = self.host_reads = self.largest = 0
         self.devices: set[str] = set()
-        self._live: dict[int, _Live] = {}  # by the storage's address
-        self._live_bytes = 0  # of _live, some of which nothing may refer to any more
-        self._watched: set[int] = set()  # ids of tensors whose storage is in _live
-        self._orphans: set[int] = set()  # addresses of storages whose tensors are all gone
+        self._live_bytes = LiveBytes()
+
+    @property
+    def peak_bytes(self) -> int:
+        return self._live_bytes.peak
 
     def counts(self) -> Counts:
         """What has been counted so far."""
-        return Counts(
-            self.ops,
-            self.gemms,
-            self.host_reads,
-            self.peak_bytes,
-            self.largest,
-            dict(self.by_op),
-            frozenset(self.devices),
-        )
+        numbers = (self.ops, self.gemms, self.host_reads, self.peak_bytes, self.largest)
+        return Counts(*numbers, by_op=dict(self.by_op), devices=frozenset(self.devices))
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if _is_composite(func):  # reached only in inference mode, where autograd doesn't split it
+        if _is_composite(func):  # reached in inference mode only; elsewhere autograd splits it
             with self:
                 return func.decompose(*args, **kwargs)
 
         inputs = list(tensors_in((args, kwargs)))
-        before = {_address(t): t.untyped_storage().nbytes() for t in inputs}
+        before = storage_bytes(inputs)
         result = func(*args, **kwargs)
         outputs = list(tensors_in(result))
 
-        self.devices.update(str(t.device) for t in (*inputs, *outputs))
+        self.devices.update(str(tensor.device) for tensor in (*inputs, *outputs))
         name = func._schema.name.removeprefix("aten::")
         if not _makes_view(func, name):
-            self.largest = max([self.largest, *(t.numel() for t in outputs)])
-        if _counts_as_op(func, name):
-            self.ops += 1
-            self.by_op[name] += 1
-            self.gemms += name.removesuffix("_") in _GEMMS
-            self.host_reads += name in _HOST_READS or _copies_to_host(name, inputs, outputs)
+            self.largest = max([self.largest, *(tensor.numel() for tensor in outputs)])
+        if counts_as_op(func, name):
+            self.see_op(name, list(tensors_in(args)), outputs)
         if name in _FRESH:
-            before = {}  # its argument was made by Python a moment ago, without an op
-        self._track((*inputs, *outputs), before)
+            before = {}  # Python made the argument a moment ago, without an operation
+        grown = self._live_bytes.see((*inputs, *outputs), before)
+        if grown:
+            self.see_allocation(name, grown)
         return result
 
-    def _track(self, tensors, before: Mapping[int, int]) -> None:
-        """Add the storages that appeared or grew in an op, and raise the peak if they make one."""
-        grown = False
-        for tensor in tensors:
-            storage, address = tensor.untyped_storage(), _address(tensor)
-            live = self._live.get(address)
-            if live is None:
-                # A storage from before the mode counts only for what an op makes it grow by.
-                outside = before.get(address, 0)
-                if storage.nbytes() == outside:
-                    continue
-                live = self._live[address] = _Live(StorageWeakRef(storage), outside)
-            size = storage.nbytes() - live.size - live.outside
-            live.size += size
-            self._live_bytes += size
-            grown = grown or size > 0
-            self._watch(tensor, address, live)
-        if grown and self._live_bytes > self.peak_bytes:
-            self._forget_dead()
-            self.peak_bytes = max(self.peak_bytes, self._live_bytes)
+    def see_op(self, name: str, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
+        """Count an operation. A subclass may want to know more about it.
 
-    # A weak reference to a storage has no callback, one to a tensor has. So a storage is asked
-    # whether it's gone once the last tensor seen to refer to it is: never all storages each time.
+        Args:    inputs: the tensors among its arguments, without `out`
+        """
+        self.ops += 1
+        self.by_op[name] += 1
+        self.gemms += name.removesuffix("_") in GEMMS
+        self.host_reads += name in _HOST_READS or _copies_to_host(name, inputs, outputs)
 
-    def _watch(self, tensor: torch.Tensor, address: int, live: _Live) -> None:
-        if id(tensor) not in self._watched:
-            self._watched.add(id(tensor))
-            live.tensors += 1
-            self._orphans.discard(address)
-            weakref.finalize(tensor, self._unwatch, id(tensor), address).atexit = False
-
-    def _unwatch(self, tensor_id: int, address: int) -> None:
-        self._watched.discard(tensor_id)
-        self._live[address].tensors -= 1
-        if self._live[address].tensors == 0:
-            self._orphans.add(address)
-
-    def _forget_dead(self) -> None:
-        for address in list(self._orphans):  # a copy: tensors may go meanwhile
-            if not self._live[address].reference.expired():
-                continue
-            self._orphans.remove(address)
-            self._live_bytes -= self._live.pop(address).size
+    def see_allocation(self, name: str, num_bytes: int) -> None:
+        """For a subclass: the storages that an operation allocated hold so many bytes."""
 
 
-@dataclass
-class _Live:
-    """A storage that counts, as long as `reference` isn't expired. (The reference also keeps its
-    address from being used again.)"""
-
-    reference: StorageWeakRef
-    outside: int  # bytes it held before the mode was entered
-    size: int = 0  # bytes that count
-    tensors: int = 0  # Python tensors seen to refer to it and not yet gone
-
-
-_GEMMS = frozenset({"mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot"})
+GEMMS = frozenset({"mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot"})
 _HOST_READS = frozenset({"_local_scalar_dense", "equal", "nonzero"})
 _COPIES = frozenset({"_to_copy", "copy_", "copy", "_copy_from", "_copy_from_and_resize"})
 _FRESH = frozenset({"lift_fresh", "lift_fresh_copy"})  # torch.tensor(...), and x[0] = 1.0
 _VIEWS_BY_NAME = frozenset({"_unsafe_view", "_reshape_alias", "lift", *_FRESH})
-_NOT_KERNELS = ("prim::", "profiler::")  # record_function's marks, sizes asked for as ops
+_NOT_KERNELS = ("prim::", "profiler::")  # record_function's marks, sizes asked for as operations
 
 
-def _counts_as_op(func, name: str) -> bool:
+def counts_as_op(func: Any, name: str) -> bool:
+    """Whether a dispatched operation counts: no view, and more than a request for memory.
+
+    Args:    func: the overload that a dispatch mode was given
+             name: of its schema, without "aten::"
+    """
     if name.startswith(_NOT_KERNELS) or name.lstrip("_").startswith(("empty", "new_empty")):
         return False
     return not _makes_view(func, name)
 
 
-def _makes_view(func, name: str) -> bool:
+def _makes_view(func: Any, name: str) -> bool:
     returns_view = any(
         value.alias_info is not None and not value.alias_info.is_write
         for value in func._schema.returns
@@ -201,20 +163,20 @@ def _makes_view(func, name: str) -> bool:
     return returns_view or name in _VIEWS_BY_NAME or torch.Tag.inplace_view in func.tags
 
 
-def _copies_to_host(name: str, inputs, outputs) -> bool:
-    if name not in _COPIES or not all(t.device.type == "cpu" for t in outputs):
+def _copies_to_host(name: str, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> bool:
+    if name not in _COPIES or not all(tensor.device.type == "cpu" for tensor in outputs):
         return False
-    return any(t.device.type not in ("cpu", "meta") for t in inputs)
+    return any(tensor.device.type not in ("cpu", "meta") for tensor in inputs)
 
 
-def _is_composite(func) -> bool:
+def _is_composite(func: Any) -> bool:
     if func._schema.name.startswith(_NOT_KERNELS):
         return False
     key = torch._C.DispatchKey.CompositeImplicitAutograd
     return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key)
 
 
-def tensors_in(tree) -> Iterator[torch.Tensor]:
+def tensors_in(tree: object) -> Iterator[torch.Tensor]:
     """Every tensor in nested lists, tuples and dicts."""
     if isinstance(tree, torch.Tensor):
         yield tree
@@ -223,7 +185,3 @@ def tensors_in(tree) -> Iterator[torch.Tensor]:
             yield from tensors_in(branch)
     elif isinstance(tree, Mapping):
         yield from tensors_in(tuple(tree.values()))
-
-
-def _address(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata

@@ -1,4 +1,4 @@
-"""What is known of the machine at hand: its name, its free memory, what runs on it."""
+"""What is known of the machine at hand: its name, its free memory, what else runs on it."""
 
 from __future__ import annotations
 
@@ -9,47 +9,40 @@ import re
 import subprocess
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from paged_attention.measure.synchronization import Device
 
-def device_name(device="cpu") -> str:
+
+def device_name(device: Device = "cpu") -> str:
     """The device's name as its maker writes it: "Intel(R) Xeon(R) ...", "NVIDIA H200"."""
     device = torch.device(device)
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     if device.type != "cpu":
         return str(device)
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    models = [line.partition(":")[2] for line in lines if line.startswith("model name")]
-    return " ".join((models or [platform.processor()])[0].split()) or platform.machine()
+    cpuinfo = _lines("/proc/cpuinfo")
+    models = [line.partition(":")[2] for line in cpuinfo if line.startswith("model name")]
+    return " ".join([*models, platform.processor()][0].split()) or platform.machine()
 
 
-def device_slug(device="cpu") -> str:
-    """A short name for a folder: "cpu", "h200", "bi-v100"; the maker's name left out."""
+def device_slug(device: Device = "cpu") -> str:
+    """A short name for a device, without its maker's: "cpu", "h200", "bi-v100"."""
     if torch.device(device).type == "cpu":
         return "cpu"
     words = re.findall(r"[a-z0-9.]+", device_name(device).lower())
     return "-".join(w for w in words if w not in ("nvidia", "amd", "tesla", "iluvatar"))
 
 
-def available_bytes(device="cpu") -> int:
-    """Memory that a process can still take without swapping, or that is free on a CUDA device.
-
-    On Linux MemAvailable, or what the control group (a container's limit) leaves, if less.
-    """
-    device = torch.device(device)
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    limits = [_meminfo_available(), _cgroup_available()]
-    known = [limit for limit in limits if limit is not None]
-    return min(known) if known else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+def cpu_capability() -> str | None:
+    """The instructions that ATen's kernels use here: "AVX2", "AVX512"."""
+    backend = getattr(torch.backends, "cpu", None)
+    return backend.get_cpu_capability() if backend else None
 
 
-def describe(device="cpu") -> dict:
+def describe(device: Device = "cpu") -> dict[str, Any]:
     """Device, versions, commit and date, for the JSON beside a figure. Names no user, no path."""
     from paged_attention import __version__
 
@@ -76,41 +69,42 @@ def describe(device="cpu") -> dict:
     }
 
 
-class OtherLoad:
-    """How busy other processes keep the machine, from here on: what spoils a timing."""
+def _git_commit() -> tuple[str | None, bool | None]:
+    """The commit of the checkout that the package lies in, and whether the package differs."""
+    root = Path(__file__).resolve().parents[2]
+    if not (root / ".git").exists():
+        return None, None
 
-    def __init__(self) -> None:
-        self._start = time.perf_counter(), self._others()
+    def git(*command: str) -> str:
+        git_here = ["git", "-C", str(root), *command]
+        done = subprocess.run(git_here, capture_output=True, text=True, check=True, timeout=10)
+        return done.stdout.strip()
 
-    def cores(self) -> float | None:
-        """Cores that other processes used since then, on average; None where it can't be told."""
-        (then, before), (now, after) = self._start, (time.perf_counter(), self._others())
-        if before is None or after is None or now == then:
-            return None
-        return max(0.0, (after - before) / (now - then))
-
-    @staticmethod
-    def _others() -> float | None:
-        """CPU seconds since the machine started that weren't ours (Linux)."""
-        try:
-            line = Path("/proc/stat").read_text(encoding="ascii").partition("\n")[0]
-        except OSError:
-            return None
-        user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, line.split()[1:9])
-        ticks = user + nice + system + irq + softirq + steal
-        return ticks / os.sysconf("SC_CLK_TCK") - time.process_time()
-
-
-def _meminfo_available() -> int | None:
     try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return None
-    kib = [int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
-    return kib[0] * 1024 if kib else None
+        changes = git("status", "--porcelain", "--", "paged_attention")
+        return git("rev-parse", "HEAD"), bool(changes)
+    except (OSError, subprocess.SubprocessError):
+        return None, None
 
 
-def _cgroup_available() -> int | None:
+def available_bytes(device: Device = "cpu") -> int:
+    """Memory that a process can still take without swapping, or that is free on a CUDA device.
+
+    On Linux it is MemAvailable, or what the control group (a container's limit) leaves, if less.
+    """
+    device = torch.device(device)
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    free = [
+        line.split()[1] for line in _lines("/proc/meminfo") if line.startswith("MemAvailable:")
+    ]
+    limits = [1024 * int(kib) for kib in free] + _left_by_control_group()
+    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min(limits, default=whole)
+
+
+def _left_by_control_group() -> list[int]:
+    """What is left of a control group's limit, version 2 or 1; empty if there is no limit."""
     for limit, used, cache in (
         ("memory.max", "memory.current", "inactive_file"),
         ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file"),
@@ -119,39 +113,41 @@ def _cgroup_available() -> int | None:
         try:
             total = int((root / limit).read_text())  # "max" is no number: no limit
             taken = int((root / used).read_text())
-            stat = (root / limit).with_name("memory.stat").read_text().splitlines()
-            freeable = sum(int(s.split()[1]) for s in stat if s.split()[0] == cache)
+            stat = (root / limit).with_name("memory.stat").read_text().split()
+            freeable = int(stat[stat.index(cache) + 1])
         except (OSError, ValueError):
             continue
-        return max(0, total - taken + freeable)
-    return None
+        return [max(0, total - taken + freeable)]
+    return []
 
 
-def cpu_capability() -> str | None:
-    """The instructions that ATen's kernels use here: "AVX2", "AVX512"."""
-    backend = getattr(torch.backends, "cpu", None)
-    return backend.get_cpu_capability() if backend else None
+class OtherLoad:
+    """How busy other processes keep the machine from here on, which spoils a timing."""
+
+    def __init__(self) -> None:
+        self._start = time.perf_counter(), _others_cpu_seconds()
+
+    def cores(self) -> float | None:
+        """Cores that other processes used since then, on average; None where it can't be told."""
+        (then, before), (now, after) = self._start, (time.perf_counter(), _others_cpu_seconds())
+        if before is None or after is None or now == then:
+            return None
+        return max(0.0, (after - before) / (now - then))
 
 
-def _git_commit() -> tuple[str | None, bool | None]:
-    """The package's commit, if it is a checkout of its own, and whether files differ from it."""
-    root = Path(__file__).resolve().parent.parent
-    if not (root / ".git").exists():
-        return None, None
+def _others_cpu_seconds() -> float | None:
+    """CPU seconds since the machine started that weren't ours; None if this isn't Linux."""
+    lines = _lines("/proc/stat")
+    if not lines:
+        return None
+    user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, lines[0].split()[1:9])
+    ticks = user + nice + system + irq + softirq + steal
+    return ticks / os.sysconf("SC_CLK_TCK") - time.process_time()
+
+
+def _lines(path: str) -> list[str]:
+    """The lines of a file of /proc; none where there is no such file."""
     try:
-        head, changes = (
-            subprocess.run(
-                ["git", "-C", str(root), *command],
-                capture_output=True,
-                text=True,
-                check=True,
-                timeout=10,
-            ).stdout.strip()
-            for command in (
-                ["rev-parse", "HEAD"],
-                ["status", "--porcelain", "--", "paged_attention"],
-            )
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None, None
-    return head, bool(changes)
+        return Path(path).read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []

@@ -2,37 +2,59 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 
-def listed(numbers) -> str:
-    """1,024, 8,192 and 100,000"""
+
+def listed(numbers: Iterable[int]) -> str:
+    """Numbers as a list that can stand in a sentence.
+
+    Example:
+        >>> listed([1024, 8192, 100_000])
+        '1,024, 8,192 and 100,000'
+    """
     *others, last = (f"{number:,}" for number in numbers)
     return f"{', '.join(others)} and {last}" if others else last
 
 
 def ratio(value: float) -> str:
-    return f"{value:,.{_digits(value)}f}"
+    """A number in three digits, without an exponent.
+
+    Example:
+        >>> ratio(0.123), ratio(12.34), ratio(1234)
+        ('0.12', '12.3', '1,234')
+    """
+    return f"{value:,.{_decimals(value)}f}"
 
 
-def _digits(value: float) -> int:
-    """Decimals that make three digits of it."""
+def _decimals(value: float) -> int:
     return 0 if value >= 99.95 else 1 if value >= 9.995 else 2
 
 
 def human_seconds(seconds: float) -> str:
-    """12.3 ms, 1.24 s, 87.1 us: three digits."""
-    for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
-        if seconds >= 0.9995 * size or unit == "us":
-            value = seconds / size
-            return f"{value:.{_digits(value)}f} {unit}"
-    raise AssertionError("unreachable")
+    """A time in three digits and a unit.
+
+    Example:
+        >>> human_seconds(0.01234), human_seconds(87.06e-6)
+        ('12.3 ms', '87.1 us')
+    """
+    return _in_units(seconds, {"s": 1.0, "ms": 1e-3, "us": 1e-6})
 
 
 def human_bytes(num_bytes: float) -> str:
-    """819 MB, 1.23 GB: three digits, powers of ten."""
+    """A size in three digits and a unit, in powers of ten.
+
+    Example:
+        >>> human_bytes(819_200_000), human_bytes(640)
+        ('819 MB', '640 B')
+    """
     if num_bytes < 999.5:
         return f"{num_bytes:.0f} B"
-    for unit, size in (("kB", 1e3), ("MB", 1e6), ("GB", 1e9), ("TB", 1e12)):
-        value = num_bytes / size
-        if value < 999.5 or unit == "TB":
-            return f"{value:.{_digits(value)}f} {unit}"
-    raise AssertionError("unreachable")
+    return _in_units(num_bytes, {"TB": 1e12, "GB": 1e9, "MB": 1e6, "kB": 1e3})
+
+
+def _in_units(value: float, sizes: dict[str, float]) -> str:
+    """In the largest unit that `value` reaches once rounded, or else in the smallest."""
+    reached = [unit for unit, size in sizes.items() if value >= 0.9995 * size]
+    unit = reached[0] if reached else list(sizes)[-1]
+    value /= sizes[unit]
+    return f"{value:.{_decimals(value)}f} {unit}"

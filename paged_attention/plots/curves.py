@@ -1,168 +1,194 @@
 """Curves that a notebook draws from what it has just measured, against the floor.
 
-(Figures of a whole run, redrawn from its JSON, are in `plots`.) Each function returns a matplotlib
-Figure.
+Each function returns a matplotlib Figure. Pictures of a whole run, which are redrawn from its
+JSON, are in `paged_attention.bench`.
 """
 
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import numpy
 import torch
 
 from paged_attention.measure.machine import device_name
+from paged_attention.measure.profiles import DeviceProfile
+from paged_attention.measure.profiles import Figure as Band
+from paged_attention.measure.timing import Measurement
 from paged_attention.measure.units import human_bytes, human_seconds
-from paged_attention.plots.canvas import new_figure
-from paged_attention.plots.style import FLOOR_COLOUR, STAGE_COLOURS, caption, log_axes
+from paged_attention.measure.yardstick import Floor
+from paged_attention.plots.canvas import legend_above, new_panels
+from paged_attention.plots.style import (
+    FLOOR_COLOUR,
+    STAGE_COLOURS,
+    Axes,
+    Figure,
+    Spread,
+    caption,
+    device_mark,
+    log_axes,
+    median_curve,
+)
 
-# Not a stage's colours: these stand for devices.
-DEVICE_COLOURS = {"BI-V100": "#882255", "H200": "#332288"}
-# Nor these, for kinds of operation: Paul Tol's "muted", light and dark in turns.
+# Of kinds of operation and of named curves: Paul Tol's "muted", light and dark in turns. No stage
+# has one of these colours.
 KIND_COLOURS = ("#332288", "#DDCC77", "#CC6677", "#117733", "#88CCEE", "#BBBBBB")
 
+Measured = Mapping[str, Mapping[int, Measurement]]  # {name: {tokens, or another x: Measurement}}
 
-def draw_costs(measured, floors, *, predicted, shape):
-    """Time and memory against length, log-log: medians with quartiles, predictions hollow, the
-    floor (time) and K and V themselves (memory) dashed.
+
+def draw_costs(
+    measured: Measured,
+    floors: Mapping[int, Floor],
+    *,
+    predicted: Mapping[str, Mapping[int, Band]],
+    shape: str,
+) -> Figure:
+    """Time and memory of stages against length, log-log.
+
+    Measurements are medians with quartiles, predictions are hollow. Dashed are the floor (time)
+    and the bytes of K and V themselves (memory).
 
     Args:    measured: {stage: {tokens: Measurement}}
              floors: {tokens: Floor}
-             predicted: {stage: {tokens: Figure in seconds}}, as `cost.predict` gives it
+             predicted: {stage: {tokens: seconds, as `cost.predict` gives them}}
              shape: the workload, in words, for the caption
     """
-    fig, (time, memory) = new_figure(9.0, 4.3, columns=2)
-    tokens = list(floors)
-    for place, (stage, by_tokens) in enumerate(measured.items()):
-        # The first one is drawn broad, so that it shows under another that equals it.
-        line = {"color": STAGE_COLOURS[stage], "linewidth": 1.6 if place else 5}
-        line |= {"alpha": 1.0 if place else 0.55, "markersize": 6 if place else 9}
-        low, high = zip(*(by_tokens[n].spread for n in tokens))
-        seconds = [by_tokens[n].seconds for n in tokens]
-        time.plot(tokens, seconds, "o-", label=stage, **line)
-        time.fill_between(tokens, low, high, color=line["color"], alpha=0.15, linewidth=0)
-        peaks = [by_tokens[n].peak_bytes for n in tokens]
-        memory.plot(tokens, peaks, "o-", label=stage, **line)
+    figure, (time, memory) = new_panels(9.0, 4.3, columns=2)
+    first = next(iter(measured))
+    for stage, by_tokens in measured.items():
+        line: dict[str, Any] = {"color": STAGE_COLOURS[stage], "label": stage}
+        if stage == first:  # drawn broad, so that it shows under another that equals it
+            line |= {"linewidth": 5, "alpha": 0.55, "markersize": 9}
+        else:
+            line |= {"linewidth": 1.6, "markersize": 6}
+        runs = {tokens: by_tokens[tokens] for tokens in floors}
+        median_curve(time, _spreads(runs), **line)
+        memory.plot(list(runs), [m.peak_bytes for m in runs.values()], "o-", **line)
     for stage, by_tokens in predicted.items():
-        bands = [by_tokens[n] for n in tokens]
-        middle = [(band.low * band.high) ** 0.5 for band in bands]
+        bands = [(by_tokens[tokens].low, by_tokens[tokens].high) for tokens in floors]
+        low, high = numpy.transpose(bands)
+        middle = numpy.sqrt(low * high)
         time.errorbar(
-            tokens,
-            middle,
-            yerr=[
-                [m - band.low for m, band in zip(middle, bands)],
-                [band.high - m for m, band in zip(middle, bands)],
-            ],
-            fmt="o:",
-            color=STAGE_COLOURS[stage],
-            markerfacecolor="none",
-            markersize=9 if stage == next(iter(measured)) else 6,
-            label=f"{stage}, predicted",
-        )
-    _floor_line(time, floors, "floor: K and V read once")
-    num_bytes = [f.num_bytes for f in floors.values()]
-    memory.plot(tokens, num_bytes, "--", color=FLOOR_COLOUR, label="K and V themselves")
-    _finish(time, tokens, "time a step", human_seconds)
-    _finish(memory, tokens, "peak memory of temporaries", human_bytes)
-    device = device_name(next(iter(floors.values())).measurement.device)
-    caption(
-        fig,
-        [
-            f"{device}, torch {torch.__version__}; {shape}.",
-            "Filled: medians; shaded: the middle half of samples. Hollow: predicted, as a band.",
-        ],
-    )
-    return fig
+            list(floors), middle, yerr=[middle - low, high - middle], fmt="o:",
+            color=STAGE_COLOURS[stage], markerfacecolor="none",
+            markersize=9 if stage == first else 6, label=f"{stage}, predicted",
+        )  # fmt: skip
+    _draw_floors(time, floors, "floor: K and V read once")
+    kv_bytes = [floor.num_bytes for floor in floors.values()]
+    memory.plot(list(floors), kv_bytes, "--", color=FLOOR_COLOUR, label="K and V themselves")
+    _finish(time, floors, "time a step", human_seconds)
+    _finish(memory, floors, "peak memory of temporaries", human_bytes)
+    legend = "Filled: medians; shaded: the middle half of samples. Hollow: predicted, as a band."
+    caption(figure, [_where(_device_of(floors), shape), legend])
+    return figure
 
 
-def draw_floor(floors, profiles, *, bytes_per_token):
+def draw_floor(
+    floors: Mapping[int, Floor], profiles: Mapping[str, DeviceProfile], *, bytes_per_token: int
+) -> Figure:
     """The floor measured here, and what published bandwidths predict for other devices.
 
-    Args:    floors: {tokens: Floor}, measured
-             profiles: {name: DeviceProfile}; those with a bandwidth are drawn, from its low to
-                   its high figure
+    Args:    floors: {tokens: Floor}
+             profiles: {device: DeviceProfile}; one without a bandwidth is left out
              bytes_per_token: of K and V together
     """
-    fig, ax = new_figure(8.0, 4.2)
-    device = device_name(next(iter(floors.values())).measurement.device)
-    _floor_line(ax, floors, f"measured here: {device}")
-    tokens = list(floors)
+    figure, [ax] = new_panels(8.0, 4.2)
+    _draw_floors(ax, floors, f"measured here: {_device_of(floors)}")
+    num_bytes = bytes_per_token * numpy.array(list(floors))
     for name, profile in profiles.items():
         if profile.bandwidth is None:
             continue
-        fast, slow = (
-            [n * bytes_per_token / bandwidth for n in tokens]
-            for bandwidth in (profile.bandwidth.high, profile.bandwidth.low)
-        )
-        colour = DEVICE_COLOURS.get(name, "#117733")
-        ax.fill_between(tokens, fast, slow, color=colour, alpha=0.25, linewidth=2)
-        ax.plot(tokens, slow, ":", color=colour, label=f"predicted: {name}, published bandwidth")
-    _finish(ax, tokens, "time to read K and V once", human_seconds)
-    caption(fig, [f"torch {torch.__version__}; {bytes_per_token:,} bytes a token."])
-    return fig
+        slow, fast = num_bytes / profile.bandwidth.low, num_bytes / profile.bandwidth.high
+        colour, _ = device_mark(name)
+        ax.fill_between(list(floors), fast, slow, color=colour, alpha=0.25, linewidth=2)
+        label = f"predicted: {name}, published bandwidth"
+        ax.plot(list(floors), slow, ":", color=colour, label=label)
+    _finish(ax, floors, "time to read K and V once", human_seconds)
+    caption(figure, [f"torch {torch.__version__}; {bytes_per_token:,} bytes a token."])
+    return figure
 
 
-def draw_weights(heads):
-    """Attention weights against position, one strip per head, log scale.
-
-    Args:    heads: {title: (tokens,) tensor of weights}
-    """
-    fig, axes = new_figure(8.0, 1.8 * len(heads), rows=len(heads))
-    axes = [axes] if len(heads) == 1 else list(axes)
-    for ax, (title, weights) in zip(axes, heads.items()):
-        positions, weights = range(len(weights)), weights.tolist()
-        ax.vlines(positions, 1e-9, weights, color="#56B4E9", linewidth=0.6)
-        ax.plot(positions, weights, ".", color="#0072B2", markersize=4)
-        ax.set(yscale="log", ylim=(1e-7, 5), xlim=(-0.02 * len(weights), len(weights)))
-        ax.set_ylabel("weight")
-        ax.set_title(title, fontsize=10, loc="left")
-    axes[-1].set_xlabel("position in the text")
-    return fig
-
-
-def _floor_line(ax, floors, label):
-    seconds = [f.seconds for f in floors.values()]
-    ax.plot(list(floors), seconds, "s--", markersize=4, color=FLOOR_COLOUR, label=label)
-
-
-def _finish(ax, tokens, ylabel, human):
-    log_axes(ax, tokens, "tokens in the cache", ylabel, human)
-    ax.legend(fontsize=8, frameon=False)
-
-
-def draw_lines(measured, *, xlabel, device, shape, floor=None):
-    """Time against anything, log-log: one line for each name, medians with quartiles.
+def draw_lines(
+    measured: Measured, *, xlabel: str, device: str, shape: str, floor: Floor | None = None
+) -> Figure:
+    """Time against anything, log-log: a curve for each name, medians with quartiles.
 
     Args:    measured: {name: {x: Measurement}}
-             xlabel: what x is;  device, shape: for the caption
-             floor: Floor, a dashed line across; None: no line
+             xlabel: what x is
+             device: where it was measured
+             shape: the workload, in words, for the caption
+             floor: drawn as a dashed line across; None for no line
     """
-    fig, ax = new_figure(8.0, 3.8)
-    for (name, by_x), colour in zip(measured.items(), KIND_COLOURS[::2]):
-        xs = list(by_x)
-        low, high = zip(*(m.spread for m in by_x.values()))
-        ax.plot(xs, [m.seconds for m in by_x.values()], "o-", color=colour, label=name)
-        ax.fill_between(xs, low, high, color=colour, alpha=0.2, linewidth=0)
+    figure, [ax] = new_panels(8.0, 3.8)
+    for (name, runs), colour in zip(measured.items(), KIND_COLOURS[::2]):
+        median_curve(ax, _spreads(runs), color=colour, label=name)
     if floor is not None:
         label = "floor: K and V read once"
         ax.axhline(floor.seconds, color=FLOOR_COLOUR, linestyle="--", label=label)
-    _finish(ax, xs, "time a step", human_seconds)
+    _finish(ax, next(iter(measured.values())), "time a step", human_seconds)
     ax.set_xlabel(xlabel)
-    caption(fig, [f"{device_name(device)}, torch {torch.__version__}; {shape}."])
-    return fig
+    caption(figure, [_where(device_name(device), shape)])
+    return figure
 
 
-def draw_breakdown(breakdowns, *, device, shape):
-    """Time inside operations, by kind: one stacked bar for each call.
+def draw_breakdown(
+    breakdowns: Mapping[str, Mapping[str, float]], *, device: str, shape: str
+) -> Figure:
+    """Time inside operations, by kind: a stacked bar for each call.
 
-    Args:    breakdowns: {name: {kind: seconds}}, see `breakdown.breakdown`
-             device: where they were measured;  shape: the workload, in words, for the caption
+    Args:    breakdowns: {name: {kind: seconds}}, each as `measure.breakdown` gives it
+             device: where they were measured
+             shape: the workload, in words, for the caption
     """
-    fig, ax = new_figure(9.0, 0.5 * len(breakdowns) + 1.4)
-    kinds = list(next(iter(breakdowns.values())))
-    for kind, colour in zip(kinds, KIND_COLOURS):
-        lefts, widths = [], []
-        for seconds in breakdowns.values():
-            lefts.append(1e3 * sum(seconds[k] for k in kinds[: kinds.index(kind)]))
-            widths.append(1e3 * seconds[kind])
-        ax.barh(list(breakdowns), widths, left=lefts, color=colour, height=0.7, label=kind)
+    figure, [ax] = new_panels(9.0, 0.5 * len(breakdowns) + 1.4)
+    names, bars = list(breakdowns), list(breakdowns.values())
+    lefts = [0.0] * len(bars)
+    for kind, colour in zip(bars[0], KIND_COLOURS):
+        widths = [1e3 * seconds[kind] for seconds in bars]
+        ax.barh(names, widths, left=lefts, color=colour, height=0.7, label=kind)
+        lefts = [left + width for left, width in zip(lefts, widths)]
     ax.invert_yaxis()
     ax.set_xlabel("milliseconds inside operations")
-    ax.legend(ncols=len(kinds), fontsize=8, frameon=False, loc="lower left", bbox_to_anchor=(0, 1))
-    caption(fig, [f"{device_name(device)}, torch {torch.__version__}; {shape}."])
-    return fig
+    legend_above(ax, len(bars[0]))
+    caption(figure, [_where(device_name(device), shape)])
+    return figure
+
+
+def draw_weights(heads: Mapping[str, torch.Tensor]) -> Figure:
+    """Attention weights against position, log scale: a strip for each head.
+
+    Args:    heads: {title: (tokens,), weights}
+    """
+    figure, panels = new_panels(8.0, *[1.8] * len(heads))
+    for ax, (title, weights) in zip(panels, heads.items()):
+        tokens = len(weights)
+        ax.vlines(range(tokens), 1e-9, weights.tolist(), color="#56B4E9", linewidth=0.6)
+        ax.plot(range(tokens), weights.tolist(), ".", color="#0072B2", markersize=4)
+        ax.set(yscale="log", ylim=(1e-7, 5), xlim=(-0.02 * tokens, tokens), ylabel="weight")
+        ax.set_title(title, fontsize=10, loc="left")
+    panels[-1].set_xlabel("position in the text")
+    return figure
+
+
+def _device_of(floors: Mapping[int, Floor]) -> str:
+    return device_name(next(iter(floors.values())).measurement.device)
+
+
+def _where(device: str, shape: str) -> str:
+    return f"{device}, torch {torch.__version__}; {shape}."
+
+
+def _spreads(runs: Mapping[int, Measurement]) -> dict[int, Spread]:
+    return {x: (m.seconds, m.spread) for x, m in runs.items()}
+
+
+def _draw_floors(ax: Axes, floors: Mapping[int, Floor], label: str) -> None:
+    seconds = [floor.seconds for floor in floors.values()]
+    ax.plot(list(floors), seconds, "s--", markersize=4, color=FLOOR_COLOUR, label=label)
+
+
+def _finish(ax: Axes, xs: Iterable[int], ylabel: str, in_words: Callable[[float], str]) -> None:
+    log_axes(ax, list(xs), "tokens in the cache", ylabel, in_words)
+    ax.legend(fontsize=8, frameon=False)

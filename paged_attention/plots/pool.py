@@ -1,22 +1,31 @@
-"""Pictures of a pool in use: who owns which block at each step, how much attention one gets."""
+"""Pictures of a pool of blocks: who owns which block, and how much attention a block gets."""
 
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from paged_attention.cache import PagedKVCache
 from paged_attention.kernel.partition import ceil_div
 from paged_attention.plots.canvas import (
     INK,
-    SEQUENCE_COLOURS,
     UNUSED,
     box,
     finish,
-    new_figure,
-    text_colour,
+    legend_above,
+    new_panels,
+    sequence_colour,
 )
+from paged_attention.plots.style import Figure
 
 
-def draw_history(history, num_blocks):
+def draw_history(history: Sequence[Mapping[str, Sequence[int]]], num_blocks: int) -> Figure:
     """A pool over time: a column for each step, a row for each block, coloured by its owner.
 
-    Args:    history: for each step, {sequence: list of its block ids}; a block of several owners
+    Args:    history: for each step, {sequence: its block ids}; a block that several sequences own
                    is drawn dark
+             num_blocks: of the pool
     """
     from matplotlib.colors import ListedColormap
     from matplotlib.patches import Patch
@@ -28,31 +37,29 @@ def draw_history(history, num_blocks):
         for owner, name in enumerate(names, 1):
             for block in tables.get(name, ()):
                 grid[block][step] = shared if grid[block][step] else owner
-    colours = [UNUSED, *(SEQUENCE_COLOURS[i % 6] for i in range(len(names))), INK]
-    fig, ax = new_figure(8.0, 4.4)
+    colours = [UNUSED, *map(sequence_colour, range(len(names))), INK]
+    figure, [ax] = new_panels(8.0, 4.4)
     ax.imshow(
         grid, cmap=ListedColormap(colours), vmin=0, vmax=shared, aspect="auto",
         interpolation="nearest", origin="lower",
     )  # fmt: skip
     labels = dict(zip(["free", *names, "shared"], colours))
     handles = [Patch(facecolor=colour, label=label) for label, colour in labels.items()]
-    ax.legend(
-        handles=handles, ncols=len(handles), fontsize=8, frameon=False, loc="lower left",
-        bbox_to_anchor=(0, 1),
-    )  # fmt: skip
+    legend_above(ax, len(handles), handles=handles)
     ax.set(xlabel="step", ylabel="block of the pool")
     ax.grid(False)
-    return fig
+    return figure
 
 
-def draw_mass(mass, titles):
+def draw_mass(mass: torch.Tensor, titles: Sequence[str]) -> Figure:
     """Attention over blocks: a strip for each query head, dark where its weight is.
 
-    Args:    mass: (heads, blocks), which sums to 1 over the blocks;  titles: of the heads
+    Args:    mass: (heads, blocks), which sums to 1 over the blocks
+             titles: of the heads
     """
     from matplotlib.colors import LogNorm
 
-    fig, ax = new_figure(9.0, 0.3 * len(titles) + 1.3)
+    figure, [ax] = new_panels(9.0, 0.3 * len(titles) + 1.3)
     image = ax.imshow(
         mass.clamp_min(1e-6).tolist(), cmap="Blues", norm=LogNorm(1e-5, 1), aspect="auto",
         interpolation="nearest",
@@ -60,27 +67,30 @@ def draw_mass(mass, titles):
     ax.set_yticks(range(len(titles)), titles, fontsize=8)
     ax.set_xlabel("block of the sequence, in logical order")
     ax.grid(False)
-    fig.colorbar(image, ax=ax, label="share of attention", pad=0.01)
-    return fig
+    figure.colorbar(image, ax=ax, label="share of attention", pad=0.01)
+    return figure
 
 
-def draw_pool(cache, seq_ids, *, blocks_per_row=6):
-    """The pool of a PagedKVCache: one box per block, one cell per slot, coloured by owner.
+def draw_pool(cache: PagedKVCache, seq_ids: Sequence[str], *, blocks_per_row: int = 6) -> Figure:
+    """A pool of blocks as it is now: a box for each block, a cell for each slot.
 
-    Args:    cache: a PagedKVCache
-             seq_ids: the sequences to show; a slot holds its sequence and position ("A17"), in
-                   the colour of the first of seq_ids that owns it; a block with several owners is
-                   framed
+    A slot shows the sequence that owns it and the token's position ("A17"), in that sequence's
+    colour. Of several owners it shows the one that comes first in `seq_ids`, and the block is
+    framed.
+
+    Args:    cache: the pool
+             seq_ids: the sequences to show
+             blocks_per_row: boxes beside each other
     """
     block_size, num_blocks = cache.geometry.block_size, cache.geometry.num_blocks
     tables, lens = cache.block_tables(seq_ids).tolist(), cache.seq_lens(seq_ids).tolist()
-    owners = {}  # block -> [(sequence's place in seq_ids, first position in the block)]
+    # block -> [(index into seq_ids, first position in the block), ...]
+    owners: dict[int, list[tuple[int, int]]] = {}
     for seq, (row, seq_len) in enumerate(zip(tables, lens)):
         for i, block in enumerate(row[: ceil_div(seq_len, block_size)]):
             owners.setdefault(block, []).append((seq, i * block_size))
 
-    num_rows = ceil_div(num_blocks, blocks_per_row)
-    fig, ax = new_figure(8.0, 0.62 * num_rows + 0.1)
+    figure, [ax] = new_panels(8.0, 0.62 * ceil_div(num_blocks, blocks_per_row) + 0.1)
     for block in range(num_blocks):
         row, column = divmod(block, blocks_per_row)
         left, bottom = column * (block_size + 1.0), -1.6 * row
@@ -91,15 +101,12 @@ def draw_pool(cache, seq_ids, *, blocks_per_row=6):
                 for seq, start in owners.get(block, ())
                 if start + offset < lens[seq]
             ]
-            colour = SEQUENCE_COLOURS[held[0][0] % 6] if held else UNUSED
-            box(ax, left + offset, bottom, 1, 1, colour)
+            colour, text = UNUSED, ""
             if held:
-                label = f"{seq_ids[held[0][0]]}{held[0][1]}"
-                ax.text(
-                    left + offset + 0.5, bottom + 0.5, label,
-                    fontsize=6, color=text_colour(colour), ha="center", va="center",
-                )  # fmt: skip
+                seq, position = held[0]
+                colour, text = sequence_colour(seq), f"{seq_ids[seq]}{position}"
+            box(ax, left + offset, bottom, 1, 1, colour, text=text, text_size=6)
         if len(owners.get(block, ())) > 1:
-            box(ax, left, bottom, block_size, 1, "none", edge=INK, line=2)
+            box(ax, left, bottom, block_size, 1, "none", edgecolor=INK, linewidth=2)
     finish(ax)
-    return fig
+    return figure

@@ -94,6 +94,7 @@ class _ScratchBuffers(Buffers):
     """Args: shape: (num_seqs, num_heads, num_partitions)"""
 
     def __init__(self, shape, head_size, dtype):
+        super().__init__()
         self.exp_sum = self.declare(torch.float32, *shape)
         self.max_logits = self.declare(torch.float32, *shape)
         self.tmp_out = self.declare(dtype, *shape, head_size)

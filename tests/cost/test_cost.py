@@ -11,13 +11,13 @@ from byte_counter import ByteCounter
 from helpers import DTYPES, STAGE_NAMES, lanes_per_chunk
 from hypothesis import given
 from hypothesis import strategies as st
-
-from paged_attention.cost.predict import Shape, Step, predict, seconds_of
-from paged_attention.cost.profiles import PROFILES, DeviceProfile, Figure
 from paged_attention.cost.stages import STAGE_COSTS
 from paged_attention.cost.tape import Tape
+
+from paged_attention.cost.predict import Shape, Step, predict, seconds_of
 from paged_attention.inputs import random_inputs
 from paged_attention.measure.counting import count
+from paged_attention.measure.profiles import PROFILES, DeviceProfile, Figure
 from paged_attention.stages import STAGES
 
 each_stage = pytest.mark.parametrize("stage", STAGE_NAMES)

@@ -9,14 +9,14 @@ from byte_counter import ByteCounter
 from helpers import DTYPES, LAYOUTS, lanes_per_chunk
 from hypothesis import given
 from hypothesis import strategies as st
+from paged_attention.cost.kernel import paged_attention as walk
+from paged_attention.cost.tape import Tape
 
 from paged_attention import Workspace, paged_attention, plan_decode
-from paged_attention.cost.kernel import paged_attention as walk
 from paged_attention.cost.predict import Shape, predict, seconds_of
-from paged_attention.cost.profiles import PROFILES, DeviceProfile, Figure
-from paged_attention.cost.tape import Tape
 from paged_attention.inputs import random_inputs
 from paged_attention.measure.counting import count
+from paged_attention.measure.profiles import PROFILES, DeviceProfile, Figure
 
 quick = pytest.mark.quick
 SIZES = "num_heads", "num_kv_heads", "head_size", "block_size"

@@ -28,8 +28,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paged_attention import DecodePlan, Workspace, paged_attention, plan_decode
-from paged_attention.cost.profiles import OPS_PER_WAVE
 from paged_attention.inputs import random_inputs
+from paged_attention.kernel.device import OPS_PER_WAVE
 from paged_attention.kernel.workspace import default_workspace
 from paged_attention.measure.counting import OpCounter, count
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from helpers import in_each_layout, on_each_device
 
 from paged_attention import Workspace, paged_attention, plan_decode, reference_attention
 from paged_attention.inputs import random_inputs
+from paged_attention.kernel import plan
 from paged_attention.kernel.step import StepBuffers
 from paged_attention.kernel.workspace import Buffer, Buffers
 from paged_attention.vllm.dispatch import scratch
@@ -28,12 +31,15 @@ def assert_right(inputs, out, layout="HND"):
 def test_a_buffer_declared_too_small_is_an_error_and_overruns_nothing(monkeypatch, name):
     declare = StepBuffers.__init__
 
-    def halved(buffers, schedule):
-        declare(buffers, schedule)
+    def halved(buffers, shape, extent):
+        declare(buffers, shape, extent)
         whole = getattr(buffers, name)
-        setattr(buffers, name, Buffer(whole.dtype, (whole.nbytes // 8,), whole.first_byte))
+        setattr(
+            buffers, name, Buffer(whole.dtype, (math.prod(whole.shape) // 2,), whole.first_byte)
+        )
 
     monkeypatch.setattr(StepBuffers, "__init__", halved)
+    monkeypatch.setattr(plan, "step_buffers", StepBuffers)  # which are remembered otherwise
     inputs = random_inputs([700, 300, 0, 1500], head_size=32, layout="HND", poison=False, **SIZES)
     with pytest.raises(RuntimeError, match="would overrun the next one|is invalid for input"):
         paged_attention(*inputs, layout="HND", workspace=Workspace(), partition_size=64)
@@ -64,6 +70,7 @@ def test_own_02_vllms_scratch_serves_two_models(device):
 
 class TwoBuffers(Buffers):
     def __init__(self, numel):
+        super().__init__()
         self.a = self.declare(torch.float32, 3)
         self.b = self.declare(torch.int16, numel)
 
@@ -119,11 +126,11 @@ if hasattr(torch, "export"):  # from torch 2.1 on; strict=False came later
 @pytest.mark.parametrize("trace", TRACERS, ids=lambda tracer: tracer.__name__)
 @pytest.mark.parametrize("warm", [True, False])
 def test_own_01_after_a_tracer_the_next_real_call_is_right(layout, kind, trace, warm):
-    inputs, plan = random_inputs([50, 7, 20], head_size=16, layout=layout, **SIZES), None
-    plan, workspace = plan_of(kind, layout), Workspace()
+    inputs = random_inputs([50, 7, 20], head_size=16, layout=layout, **SIZES)
+    planned, workspace = plan_of(kind, layout), Workspace()
 
     def run(*tensors):
-        return plan.run(*tensors, workspace=workspace)
+        return planned.run(*tensors, workspace=workspace)
 
     if warm:
         assert_right(inputs, run(*inputs), layout)

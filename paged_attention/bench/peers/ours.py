@@ -1,0 +1,52 @@
+"""Our own kernel, to be timed: in the ladder's layout and, as a peer, in the two plain ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from paged_attention.bench.peers.data import Batch, Call
+from paged_attention.inputs import Inputs, pack, unpack
+from paged_attention.kernel.decode import paged_attention
+from paged_attention.kernel.workspace import Workspace
+from paged_attention.measure.counting import count
+
+
+class KernelCall:
+    """A call of our kernel as any user makes it, but with a workspace of its own.
+
+    The workspace keeps its memory between calls. It counts beside what a call allocates.
+
+    Args:    inputs: the call's five tensors
+             options: further arguments of `paged_attention`
+    """
+
+    def __init__(self, inputs: Inputs, **options: Any) -> None:
+        self.inputs, self.options = inputs, options
+        self.workspace = Workspace()
+
+    def __call__(self) -> torch.Tensor:
+        out = paged_attention(*self.inputs, workspace=self.workspace, **self.options)
+        assert isinstance(out, torch.Tensor)  # and not (out, lse), which nobody asked for
+        return out
+
+    def first_peak(self) -> int:
+        """Bytes that a first call allocates at once, the workspace among them."""
+        self.workspace.clear()
+        return count(self).peak_bytes
+
+
+def paged_attention_hnd(batch: Batch) -> tuple[Call, str]:
+    """Our kernel in its best layout."""
+    return _kernel_call(batch, *batch.hnd, layout="HND"), ""
+
+
+def paged_attention_nhd(batch: Batch) -> tuple[Call, str]:
+    """Our kernel on a cache whose blocks hold whole tokens."""
+    return _kernel_call(batch, *pack(*unpack(*batch.hnd, "HND"), "NHD"), layout="NHD"), ""
+
+
+def _kernel_call(batch: Batch, key: torch.Tensor, value: torch.Tensor, *, layout: str) -> Call:
+    inputs = batch.inputs._replace(key_cache=key, value_cache=value)
+    return KernelCall(inputs, layout=layout, scale=batch.scale)

@@ -1,0 +1,40 @@
+"""What plain PyTorch offers: gather a sequence's blocks, then `scaled_dot_product_attention`."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+from paged_attention.bench.peers.data import Batch, CachedSequence, Call, Unavailable
+
+
+def gather_sdpa(batch: Batch) -> tuple[Call, str]:
+    """Fetch a sequence's blocks, put heads first, attend; then the next sequence."""
+    _need_gqa()
+    return lambda: torch.cat([_attend(batch, s, *batch.gather(s)) for s in batch.sequences]), ""
+
+
+def dense_sdpa(batch: Batch) -> tuple[Call, str]:
+    """Attend to keys and values that lie in order already: no paging, and no copy is timed."""
+    sequence = batch.only_sequence
+    _need_gqa()
+    key, value = (tokens.contiguous() for tokens in batch.gather(sequence))
+    return lambda: _attend(batch, sequence, key, value), ""
+
+
+def _attend(
+    batch: Batch, sequence: CachedSequence, key: torch.Tensor, value: torch.Tensor
+) -> torch.Tensor:
+    query = sequence.query[:, :, None]  # (1, num_heads, 1, head_size)
+    out = functional.scaled_dot_product_attention(
+        query, key, value, scale=batch.scale, enable_gqa=True
+    )
+    return out[:, :, 0]
+
+
+def _need_gqa() -> None:
+    one = torch.zeros(1, 1, 1, 1)
+    try:
+        functional.scaled_dot_product_attention(one, one, one, enable_gqa=True)
+    except TypeError:
+        raise Unavailable("SDPA has enable_gqa from torch 2.5 on") from None
