@@ -15,7 +15,17 @@ import ast
 import math
 import re
 
-from notebook_cells import CHECKS, LESSON, PRINTERS, Cell, argument, called, displayed, pieces
+from notebook_cells import (
+    CHECKS,
+    LESSON,
+    PRINTERS,
+    Cell,
+    argument,
+    called,
+    displayed,
+    names_in,
+    pieces,
+)
 
 FUNCTIONS = (abs, all, any, bool, dict, divmod, enumerate, float, int, len, list, max, min, pow)
 FUNCTIONS += (range, repr, reversed, round, set, sorted, str, sum, tuple, zip)
@@ -25,12 +35,6 @@ NUMBER = re.compile(r"(?<![A-Za-z0-9_])\d")  # one that stands alone: not V2, fp
 NAMES_WITH_NUMBERS = re.compile(r"\b[Pp]hase [12]\b")
 VERDICT = re.compile(r"\b(true|false|ok|passed|passes|nan|inf)\b", re.IGNORECASE)
 DEFINITIONS = (ast.FunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
-
-
-def names_in(node, kind=ast.Name) -> set[str]:
-    """The names in a syntax tree. kind: ast.Store for those that are bound there."""
-    names = (n for n in ast.walk(node) if isinstance(n, ast.Name))
-    return {n.id for n in names if isinstance(n, kind) or isinstance(n.ctx, kind)}
 
 
 def prints(node) -> bool:
