@@ -335,6 +335,7 @@ def test_peers_stand_in_table_and_json_timed_or_with_the_reason(run, quick_peers
         value = re.search(rf"^{one} / {other} +([\d.]+) ", text, re.M)[1]
         assert float(value) == pytest.approx(seconds[one] / seconds[other], rel=0.02, abs=0.006)
     assert "paged_attention_HND / flex_paged" not in text
+    assert not re.search("^(dense_sdpa|vllm_cpu_op) .*(faster|slower|the same)", text, re.M)
     assert Path("figures/local/ladder.png").exists()
 
     (batch,) = data["batches"]
