@@ -12,8 +12,8 @@ from paged_attention import measure as m
 from paged_attention.inputs import random_inputs
 from paged_attention.measure import calibration, counting, timing
 from paged_attention.measure.counting import count
-from paged_attention.measure.synchronization import device_measured
 from paged_attention.measure.profiles import PROFILES
+from paged_attention.measure.synchronization import device_measured
 from paged_attention.stages import STAGES
 
 quick = pytest.mark.quick
