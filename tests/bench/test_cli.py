@@ -241,12 +241,22 @@ def test_stages_keep_the_ladders_order_and_contexts_the_users(run):
 # -- a stage that is wrong ------------------------------------------------------------------------
 
 
-def test_a_wrong_stage_is_reported_not_timed_and_fails_the_run(run, monkeypatch):
-    def forgets_the_newest_token(query, key, value, tables, seq_lens, scale, partition_size):
-        return right(query, key, value, tables, seq_lens - 1, scale, partition_size)
+def replace_stage(monkeypatch, name, stage):
+    """What the run calls. What a stage costs is still predicted of the right one."""
+    right = Settings.call
 
-    right = STAGES["single_bmm"]
-    monkeypatch.setitem(STAGES, "single_bmm", forgets_the_newest_token)
+    def call(settings, called, inputs):
+        return right(settings, called, inputs) if called != name else lambda: stage(inputs)
+
+    monkeypatch.setattr(Settings, "call", call)
+
+
+def test_a_wrong_stage_is_reported_not_timed_and_fails_the_run(run, monkeypatch):
+    def forgets_the_newest_token(inputs):
+        shorter = inputs._replace(seq_lens=inputs.seq_lens - 1)
+        return STAGES["single_bmm"](*shorter, 0.25, partition_size=32)
+
+    replace_stage(monkeypatch, "single_bmm", forgets_the_newest_token)
     status, text, _ = run("--context", "50", "--stages", "single_bmm,gqa_broadcast")
     assert status == 1
     assert re.search(r"^single_bmm  WRONG: off by \S+, \S+ is allowed$", text, re.M)
@@ -257,12 +267,11 @@ def test_a_wrong_stage_is_reported_not_timed_and_fails_the_run(run, monkeypatch)
 
 
 def test_a_stage_of_nans_is_wrong_and_one_that_raises_spares_the_others(run, monkeypatch):
-    def out_of_memory(*arguments, **options):
+    def out_of_memory(inputs):
         raise RuntimeError("[enforce fail at alloc_cpu.cpp] not enough memory\nmore lines")
 
-    monkeypatch.setitem(STAGES, "single_bmm", out_of_memory)
-    monkeypatch.setitem(STAGES, "single_tile", lambda query, *rest, **options: query * torch.nan)
-    monkeypatch.setattr(memory, "needed_bytes", lambda settings, context: (0, ""))
+    replace_stage(monkeypatch, "single_bmm", out_of_memory)
+    replace_stage(monkeypatch, "single_tile", lambda inputs: inputs.query * torch.nan)
     status, text, _ = run("--context", "50", "--stages", "single_bmm,gqa_broadcast,single_tile")
     assert status == 1
     assert "single_bmm  RuntimeError: [enforce fail at alloc_cpu.cpp] not enough memory\n" in text
@@ -517,11 +526,11 @@ def test_a_context_that_only_its_stages_make_too_long_is_refused(run, monkeypatc
 
 
 def test_ctrl_c_keeps_what_was_measured(run, monkeypatch):
-    def interrupted(*arguments, **options):
+    def interrupted(inputs):
         signal.raise_signal(signal.SIGINT)
         raise AssertionError("the signal was lost")
 
-    monkeypatch.setitem(STAGES, "single_bmm", interrupted)
+    replace_stage(monkeypatch, "single_bmm", interrupted)
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         status, text, errors = run("--context", "40,60,80")
@@ -625,6 +634,6 @@ def test_a_failure_names_no_path_of_the_machine():
     def fails():
         raise OSError("can't open /some/where/lib.so: no such file")
 
-    failed = contender.tried("single_bmm", fails, "cpu")
+    failed = contender.tried("single_bmm", fails, Settings())
     assert failed.as_json()["failure"] == "OSError: can't open lib.so: no such file"
     assert failed.outcome() == "FAILED, OSError: can't open lib.so: no such file"
