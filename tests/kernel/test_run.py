@@ -1,4 +1,4 @@
-"""A run of a plan reads nothing back to the host and allocates nothing: a CUDA graph can hold it."""
+"""A plan's run reads nothing back to the host and allocates nothing, as a CUDA graph needs it."""
 
 from __future__ import annotations
 
