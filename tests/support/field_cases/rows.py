@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import torch
 from helpers import LAYOUTS, STAGE_NAMES
+from ways import PLANS
 
 PAGED = ("single tile", "P=bs", "P=4bs")
-PLANS = ("exact", "capacity")
 
 
 def each_layout(*paths, stages=()):
@@ -81,7 +81,7 @@ def required_rows():
 
 
 def table_of(judged):
-    """A line for each case: per path the layouts in which it ran (v, H, N: vllm, HND, NHD), and how
+    """A line for each case: per path the layouts in which it ran (v, H, N: vllm, HND, NHD) and how
     many results were judged."""
     for number in THE_WHOLE_LIST:
         cells = {}
