@@ -241,12 +241,17 @@ def test_stages_keep_the_ladders_order_and_contexts_the_users(run):
 # -- a stage that is wrong ------------------------------------------------------------------------
 
 
+def replace_stages(monkeypatch, **stages):
+    """For the run alone. The cost model traces the real ones."""
+    monkeypatch.setattr("paged_attention.bench.settings.STAGES", {**STAGES, **stages})
+
+
 def test_a_wrong_stage_is_reported_not_timed_and_fails_the_run(run, monkeypatch):
     def forgets_the_newest_token(query, key, value, tables, seq_lens, scale, partition_size):
         return right(query, key, value, tables, seq_lens - 1, scale, partition_size)
 
     right = STAGES["single_bmm"]
-    monkeypatch.setitem(STAGES, "single_bmm", forgets_the_newest_token)
+    replace_stages(monkeypatch, single_bmm=forgets_the_newest_token)
     status, text, _ = run("--context", "50", "--stages", "single_bmm,gqa_broadcast")
     assert status == 1
     assert re.search(r"^single_bmm  WRONG: off by \S+, \S+ is allowed$", text, re.M)
@@ -260,8 +265,10 @@ def test_a_stage_of_nans_is_wrong_and_one_that_raises_spares_the_others(run, mon
     def out_of_memory(*arguments, **options):
         raise RuntimeError("[enforce fail at alloc_cpu.cpp] not enough memory\nmore lines")
 
-    monkeypatch.setitem(STAGES, "single_bmm", out_of_memory)
-    monkeypatch.setitem(STAGES, "single_tile", lambda query, *rest, **options: query * torch.nan)
+    def nans(query, *rest, **options):
+        return query * torch.nan
+
+    replace_stages(monkeypatch, single_bmm=out_of_memory, single_tile=nans)
     monkeypatch.setattr(memory, "needed_bytes", lambda settings, context: (0, ""))
     status, text, _ = run("--context", "50", "--stages", "single_bmm,gqa_broadcast,single_tile")
     assert status == 1
@@ -521,7 +528,7 @@ def test_ctrl_c_keeps_what_was_measured(run, monkeypatch):
         signal.raise_signal(signal.SIGINT)
         raise AssertionError("the signal was lost")
 
-    monkeypatch.setitem(STAGES, "single_bmm", interrupted)
+    replace_stages(monkeypatch, single_bmm=interrupted)
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         status, text, errors = run("--context", "40,60,80")
