@@ -1,114 +1,130 @@
-"""PagedKVCache: a pool of blocks, and who owns which.
+"""PagedKVCache: one pool of blocks, and which sequence owns which of them.
 
-Memory is handed out a block at a time. A sequence is a list of block ids and a length; a fork
-shares its parent's blocks, which are counted, and copies the last one only when it is about to be
-written to.
+Memory is handed out one block at a time. A sequence is a list of block ids and a number of tokens.
+A fork shares its parent's blocks. The pool counts the owners of every block, so a shared block is
+copied only when one of its owners is about to write to it.
 """
 
+from __future__ import annotations
+
 from collections import Counter
+from collections.abc import Hashable, Iterable
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
-from paged_attention.kernel.checks import FLOATS, checked_device, required_count
+from paged_attention.kernel import checks
 from paged_attention.kernel.layouts import Geometry, cache_shapes, tokens_of
 from paged_attention.kernel.partition import ceil_div
 
 
 class OutOfBlocks(RuntimeError):
-    """The pool has fewer free blocks than a step needs. Nothing was changed."""
+    """The pool has fewer free blocks than a step needs. Nothing was changed.
+
+    Example:
+        >>> PagedKVCache(1, 16, 2, 64).extend("a", 17)  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        paged_attention.cache.OutOfBlocks: seq_ids ['a'] need 2 more blocks ... 1 of 1 are free
+    """
+
+
+class _Sequence(NamedTuple):
+    blocks: list[int]
+    num_tokens: int
 
 
 class PagedKVCache:
     """Keys and values of many sequences in one pool of blocks.
 
-    Args:    num_blocks, block_size, num_kv_heads, head_size: the pool's sizes; a block holds
+    Args:    num_blocks, block_size, num_kv_heads, head_size: the pool's sizes. A block holds
                    block_size tokens of every layer
-             num_layers: each layer has its own tensors; block tables are common to all
+             num_layers: each layer has tensors of its own. Block tables serve all layers
              dtype: float32, float16 or bfloat16
              layout: "vllm", "HND" or "NHD", as in `paged_attention`
     Raises:  TypeError, ValueError: the argument, its value, and what it should be
-
-    One decode step:
-
-        slots = cache.extend(seq_id, 1)             # once
-        for layer in range(num_layers):
-            cache.write(key, value, slots, layer)
-            paged_attention(query, cache.key_cache(layer), cache.value_cache(layer),
-                            cache.block_tables([seq_id]), cache.seq_lens([seq_id]),
-                            layout=cache.layout)
+    Example: a prompt of 6 tokens, a fork of it, and a decode step of both.
+        >>> from paged_attention import paged_attention
+        >>> cache = PagedKVCache(num_blocks=8, block_size=4, num_kv_heads=2, head_size=16)
+        >>> prompt, new, query = torch.rand(6, 2, 16), torch.rand(2, 2, 16), torch.rand(2, 8, 16)
+        >>> cache.write(prompt, prompt, cache.extend("a", 6))
+        >>> cache.fork("a", "b")
+        >>> slots = cache.extend_all(["b", "a"], [1, 1])  # b gets a copy of the half-full block
+        >>> cache.write(new, new, slots)  # each layer with the same slots
+        >>> tables, lens = cache.block_tables(["b", "a"]), cache.seq_lens(["b", "a"])
+        >>> pool = cache.key_cache(), cache.value_cache()
+        >>> out = paged_attention(query, *pool, tables, lens, layout=cache.layout)
+        >>> slots.tolist(), tables.tolist(), lens.tolist(), cache.num_free_blocks
+        ([10, 6], [[0, 2], [0, 1]], [7, 7], 5)
     """
 
     def __init__(
         self,
-        num_blocks,
-        block_size,
-        num_kv_heads,
-        head_size,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_size: int,
         *,
-        num_layers=1,
-        dtype=torch.float32,
-        device="cpu",
-        layout="HND",
-    ):
+        num_layers: int = 1,
+        dtype: torch.dtype = torch.float32,
+        device: str | torch.device = "cpu",
+        layout: str = "HND",
+    ) -> None:
         self.geometry = Geometry(
-            required_count("num_blocks", num_blocks, 0),
-            required_count("block_size", block_size, 1),
-            required_count("num_kv_heads", num_kv_heads, 1),
-            required_count("head_size", head_size, 1),
+            checks.required_count("num_blocks", num_blocks, 0),
+            checks.required_count("block_size", block_size),
+            checks.required_count("num_kv_heads", num_kv_heads),
+            checks.required_count("head_size", head_size),
         )
-        num_layers = required_count("num_layers", num_layers, 1)
-        if dtype not in FLOATS:
-            raise TypeError(f"dtype must be float32, float16 or bfloat16, got {dtype}")
+        num_layers = checks.required_count("num_layers", num_layers)
+        if dtype not in checks.FLOATS:
+            checks.refuse("dtype", "float32, float16 or bfloat16", dtype, TypeError)
         self.layout = layout
         key_shape, value_shape = cache_shapes(self.geometry, layout, dtype)
-        device = checked_device(device)
-        self._keys = torch.zeros(num_layers, *key_shape, dtype=dtype, device=device)
-        self._values = torch.zeros(num_layers, *value_shape, dtype=dtype, device=device)
-        num_blocks = self.geometry.num_blocks
-        self._free = list(range(num_blocks - 1, -1, -1))  # handed out from the end: 0, 1, 2, ...
-        self._owners = [0] * num_blocks
-        self._blocks = {}  # seq_id -> list of block ids
-        self._lens = {}  # seq_id -> tokens
+        where = checks.checked_device(device)
+        self._keys = torch.zeros(num_layers, *key_shape, dtype=dtype, device=where)
+        self._values = torch.zeros(num_layers, *value_shape, dtype=dtype, device=where)
+        self._free = list(range(self.geometry.num_blocks))[::-1]  # the last one is taken first
+        self._owners = [0] * self.geometry.num_blocks
+        self._sequences: dict[Hashable, _Sequence] = {}
 
     @property
-    def num_free_blocks(self):
+    def num_free_blocks(self) -> int:
         return len(self._free)
 
-    def key_cache(self, layer=0):
-        """The layer's keys, the pool's own tensor in `layout`; IndexError without such a layer."""
+    def key_cache(self, layer: int = 0) -> Tensor:
+        """The layer's keys, the pool's own tensor in `layout`. IndexError: no such layer."""
         return self._keys[self._layer(layer)]
 
-    def value_cache(self, layer=0):
-        """The layer's values, the pool's own tensor in `layout`."""
+    def value_cache(self, layer: int = 0) -> Tensor:
+        """The layer's values, the pool's own tensor in `layout`. IndexError: no such layer."""
         return self._values[self._layer(layer)]
 
-    def extend(self, seq_id, num_tokens):
+    def extend(self, seq_id: Hashable, num_tokens: int) -> Tensor:
         """Make room for num_tokens more tokens of a sequence, in all layers at once.
 
         A sequence is created on its first use. If its last block is partly filled and shared with
-        a fork, it is copied first, so that the other goes on reading what it had.
+        a fork, the block is copied first, so that the other sequence keeps what it had.
 
-        Returns: slot_mapping: (num_tokens,), int64, block id * block_size + offset, where `write`
-                 puts them
-        Raises:  OutOfBlocks: the pool can't hold them; nothing is changed
+        Returns: slot_mapping: (num_tokens,), int64, block id * block_size + offset, for `write`
+        Raises:  OutOfBlocks: the pool can't hold them. Nothing is changed
                  TypeError, ValueError: num_tokens is not a whole number of at least 0
         """
         return self.extend_all([seq_id], [num_tokens])
 
-    def extend_all(self, seq_ids, num_tokens):
+    def extend_all(self, seq_ids: Iterable[Hashable], num_tokens: Iterable[int]) -> Tensor:
         """`extend` several sequences, all of them or none.
 
-        Args:    seq_ids: no two the same;  num_tokens: as many numbers
+        Args:    seq_ids: no two the same;  num_tokens: one number for each
         Returns: slot_mapping: (sum(num_tokens),), int64, one sequence after the other
-        Raises:  OutOfBlocks: the pool can't hold them all; nothing is changed
+        Raises:  OutOfBlocks: the pool can't hold them all. Nothing is changed
                  TypeError, ValueError: as extend, or seq_ids and num_tokens don't belong together
         """
         seq_ids = list(seq_ids)
-        counts = [required_count("num_tokens", count, 0) for count in num_tokens]
+        counts = [checks.required_count("num_tokens", count, 0) for count in num_tokens]
         if len(counts) != len(seq_ids) or len(set(seq_ids)) != len(seq_ids):
-            raise ValueError(
-                f"seq_ids must be different, as many as num_tokens, got {seq_ids!r} and {counts}"
-            )
+            got = f"{seq_ids!r} and {counts}"
+            checks.refuse("seq_ids", "different, as many as num_tokens", got)
         needed = self._blocks_needed(seq_ids, counts)
         if needed > len(self._free):
             raise OutOfBlocks(
@@ -119,133 +135,115 @@ class PagedKVCache:
         slots = torch.cat([torch.empty(0, dtype=torch.int64, device="cpu"), *slots])
         return slots.to(self._keys.device)
 
-    def write(self, key, value, slot_mapping, layer=0):
+    def write(self, key: Tensor, value: Tensor, slot_mapping: Tensor, layer: int = 0) -> None:
         """Store keys and values of one layer in the slots that `extend` gave.
 
         Args:    key, value: (num_tokens, num_kv_heads, head_size), converted to the pool's dtype
-                 slot_mapping: (num_tokens,), int32/int64; a negative slot is skipped
-        Raises:  TypeError, ValueError: the argument, its value, and what it should be; nothing is
+                 slot_mapping: (num_tokens,), int32/int64. A negative slot is skipped
+        Raises:  TypeError, ValueError: the argument, its value, and what it should be. Nothing is
                  written
         """
-        _, block_size, num_kv_heads, head_size = self.geometry
-        device = self._keys.device
-        key_cache, value_cache = self.key_cache(layer), self.value_cache(layer)
-        _check_slots(slot_mapping, self.geometry.num_blocks * block_size)
-        shape = (len(slot_mapping), num_kv_heads, head_size)
+        num_blocks, block_size, num_kv_heads, head_size = self.geometry
+        caches = self.key_cache(layer), self.value_cache(layer)
+        checks.require_tensor("slot_mapping", slot_mapping, checks.INTS)
+        if slot_mapping.dim() != 1:
+            checks.refuse("slot_mapping", "(num_tokens,)", tuple(slot_mapping.shape))
+        if len(slot_mapping) and slot_mapping.max() >= num_blocks * block_size:
+            rule = f"below {num_blocks * block_size}, the slots of the pool"
+            checks.refuse("slot_mapping", rule, int(slot_mapping.max()))
+        shape, device = (len(slot_mapping), num_kv_heads, head_size), self._keys.device
         for name, tensor in (("key", key), ("value", value)):
-            if not isinstance(tensor, torch.Tensor):
-                raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
-            if not tensor.is_floating_point() or tensor.layout != torch.strided:
-                raise TypeError(
-                    f"{name} must be floating and dense, got {tensor.dtype}, {tensor.layout}"
-                )
-            if tensor.shape != shape:
-                raise ValueError(f"{name} must be {shape}, got {tuple(tensor.shape)}")
-            if tensor.device != device:
-                raise ValueError(f"{name} must be on {device}, got {tensor.device}")
+            checks.require_floating(name, tensor)
+            checks.require_tensor(name, tensor, shape=shape, device=device, like="slots and pool")
         slots = slot_mapping.to(device, torch.int64)
         kept = (slots >= 0).nonzero().squeeze(1)
-        slots = slots[kept]
-        block, offset = slots // block_size, slots % block_size
-        key_tokens, value_tokens = tokens_of(key_cache, value_cache, self.layout)
-        key = key.detach()[kept].to(self._keys.dtype).reshape(-1, *key_tokens.shape[2:])
-        key_tokens.index_put_((block, offset), key)
-        value_tokens.index_put_((block, offset), value.detach()[kept].to(self._values.dtype))
+        places = slots[kept] // block_size, slots[kept] % block_size
+        for tokens, new in zip(tokens_of(*caches, self.layout), (key, value)):
+            new = new.detach()[kept].to(tokens.dtype)
+            tokens.index_put_(places, new.reshape(len(kept), *tokens.shape[2:]))
 
-    def block_tables(self, seq_ids):
-        """(len(seq_ids), most blocks any of them has), int32; a shorter row ends in -1."""
-        rows = [self._blocks[self._known(seq_id)] for seq_id in seq_ids]
+    def block_tables(self, seq_ids: Iterable[Hashable]) -> Tensor:
+        """(len(seq_ids), most blocks any of them has), int32. Shorter rows are padded with -1."""
+        rows = [self._sequence(seq_id).blocks for seq_id in seq_ids]
         longest = max(map(len, rows), default=0)
         padded = [blocks + [-1] * (longest - len(blocks)) for blocks in rows]
         table = torch.tensor(padded, dtype=torch.int32, device=self._keys.device)
         return table.view(len(rows), longest)
 
-    def seq_lens(self, seq_ids):
+    def seq_lens(self, seq_ids: Iterable[Hashable]) -> Tensor:
         """(len(seq_ids),), int32, tokens."""
-        lens = [self._lens[self._known(seq_id)] for seq_id in seq_ids]
+        lens = [self._sequence(seq_id).num_tokens for seq_id in seq_ids]
         return torch.tensor(lens, dtype=torch.int32, device=self._keys.device)
 
-    def fork(self, seq_id, new_id):
-        """Let new_id begin as a copy of seq_id, sharing its blocks.
+    def fork(self, seq_id: Hashable, new_id: Hashable) -> None:
+        """Let new_id begin as a copy of seq_id that shares its blocks.
 
         Raises:  KeyError: seq_id is unknown;  ValueError: new_id already exists
         """
-        self._known(seq_id)
-        if new_id in self._blocks:
-            raise ValueError(f"new_id {new_id!r} already exists")
-        for block in self._blocks[seq_id]:
+        parent = self._sequence(seq_id)
+        if new_id in self._sequences:
+            checks.refuse("new_id", "new to the cache", repr(new_id))
+        for block in parent.blocks:
             self._owners[block] += 1
-        self._blocks[new_id], self._lens[new_id] = list(self._blocks[seq_id]), self._lens[seq_id]
+        self._sequences[new_id] = parent
 
-    def free(self, seq_id):
-        """Forget a sequence; blocks nobody else owns return to the pool. KeyError if unknown."""
-        blocks = self._blocks.pop(self._known(seq_id))
-        del self._lens[seq_id]
-        for block in reversed(blocks):
+    def free(self, seq_id: Hashable) -> None:
+        """Forget a sequence. Blocks that nobody else owns return to the pool.
+
+        Raises:  KeyError: seq_id is unknown
+        """
+        for block in reversed(self._sequence(seq_id).blocks):
             self._release(block)
+        del self._sequences[seq_id]
 
-    def _layer(self, layer):
-        layer = required_count("layer", layer, 0)
+    def _layer(self, layer: int) -> int:
+        layer = checks.required_count("layer", layer, 0)
         if layer >= len(self._keys):
-            raise IndexError(f"layer must be one of the cache's {len(self._keys)}, got {layer!r}")
+            checks.refuse("layer", f"one of the cache's {len(self._keys)}", layer, IndexError)
         return layer
 
-    def _known(self, seq_id):
-        if seq_id not in self._blocks:
+    def _sequence(self, seq_id: Hashable) -> _Sequence:
+        if seq_id not in self._sequences:
             raise KeyError(f"seq_id {seq_id!r} is not in the cache")
-        return seq_id
+        return self._sequences[seq_id]
 
-    def _blocks_needed(self, seq_ids, counts):
+    def _blocks_needed(self, seq_ids: list[Hashable], counts: list[int]) -> int:
         """How many blocks `_extend` will take for all of them."""
         block_size, new, writers = self.geometry.block_size, 0, Counter()
         for seq_id, count in zip(seq_ids, counts):
-            blocks, start = self._blocks.get(seq_id, []), self._lens.get(seq_id, 0)
+            blocks, start = self._sequences.get(seq_id, _Sequence([], 0))
             new += ceil_div(start + count, block_size) - len(blocks)
             if count and start % block_size:
                 writers[blocks[-1]] += 1
-        # Of a block's owners each who writes to it gets a copy, but the last to own it keeps it.
+        # Every owner that writes to a shared block gets a copy, but the last one keeps the block.
         return new + sum(min(n, self._owners[block] - 1) for block, n in writers.items())
 
-    def _extend(self, seq_id, count):
-        """Slots of count more tokens, (count,), on the CPU; the blocks are there."""
+    def _extend(self, seq_id: Hashable, count: int) -> Tensor:
+        """The slots of count more tokens, (count,), on the CPU. There are blocks enough."""
         block_size = self.geometry.block_size
-        blocks, start = list(self._blocks.get(seq_id, [])), self._lens.get(seq_id, 0)
-        end = start + count
+        old, start = self._sequences.get(seq_id, _Sequence([], 0))
+        blocks, end = list(old), start + count
         if count and start % block_size and self._owners[blocks[-1]] > 1:
             blocks[-1] = self._copy_of(blocks[-1])
         blocks += [self._take() for _ in range(ceil_div(end, block_size) - len(blocks))]
-        self._blocks[seq_id], self._lens[seq_id] = blocks, end
+        self._sequences[seq_id] = _Sequence(blocks, end)
         positions = torch.arange(start, end, device="cpu")
         ids = torch.tensor(blocks, dtype=torch.int64, device="cpu")
         return ids[positions // block_size] * block_size + positions % block_size
 
-    def _take(self):
+    def _take(self) -> int:
         block = self._free.pop()
         self._owners[block] = 1
         return block
 
-    def _release(self, block):
+    def _release(self, block: int) -> None:
         self._owners[block] -= 1
         if self._owners[block] == 0:
             self._free.append(block)
 
-    def _copy_of(self, block):
+    def _copy_of(self, block: int) -> int:
         copy = self._take()
         self._keys[:, copy] = self._keys[:, block]
         self._values[:, copy] = self._values[:, block]
         self._release(block)
         return copy
-
-
-def _check_slots(slot_mapping, num_slots):
-    if not isinstance(slot_mapping, torch.Tensor):
-        raise TypeError(f"slot_mapping must be a tensor, got {type(slot_mapping).__name__}")
-    if slot_mapping.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"slot_mapping must be int32 or int64, got {slot_mapping.dtype}")
-    if slot_mapping.dim() != 1:
-        raise ValueError(f"slot_mapping must be (num_tokens,), got {tuple(slot_mapping.shape)}")
-    if len(slot_mapping) and int(slot_mapping.max()) >= num_slots:
-        raise ValueError(
-            f"slot_mapping must be below {num_slots}, the slots of the pool, "
-            f"got {int(slot_mapping.max())}"
-        )

@@ -36,7 +36,8 @@ def parse(argv: list[str] | None = None) -> tuple[Settings, list[int] | None, Pa
     """
     options = vars(_parser().parse_args(argv))
     contexts, out = options.pop("context"), Path(options.pop("out"))
-    settings = Settings(**options)  # every other option is called like its field
+    options["stages"] = tuple(name for name in LADDER if name in options["stages"])
+    settings = Settings(**options)  # the other options are called like its fields
     heads, kv_heads, lanes = settings.num_heads, settings.num_kv_heads, settings.head_size
     if heads % kv_heads:
         refuse(f"--heads {heads} is not a multiple of --kv-heads {kv_heads}")
@@ -61,38 +62,26 @@ def _parser() -> _Parser:
         allow_abbrev=False,
     )
 
-    def add(option: str, field: str, value: Callable[[str], Any], unit: str, words: str) -> None:
-        default = getattr(Settings, field)
-        parser.add_argument(
-            option, dest=field, type=value, default=default, metavar=unit, help=words
-        )
-
-    default = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument(
-        "--device", type=_device, default=default,
-        help=f"cpu, cuda, cuda:1, ... (default here: {default})",
-    )  # fmt: skip
-    parser.add_argument(
-        "--context", type=_list_of(_positive), metavar="N[,N]",
-        help=f"tokens (default: {', '.join(map(str, LENGTHS))}, or up to the longest that fits "
-        "the memory)",
-    )  # fmt: skip
-    add("--heads", "num_heads", _size, "N", "query heads (default: %(default)s)")
-    add("--kv-heads", "num_kv_heads", _size, "N", "KV heads (default: %(default)s)")
-    add("--head-size", "head_size", _size, "N", "default: %(default)s")
-    add("--block-size", "block_size", _size, "N", "tokens (default: %(default)s)")
-    add("--dtype", "dtype", _dtype, "TYPE", "fp32, fp16, bf16, or torch's names (default: fp32)")
+    add = parser.add_argument
+    size: dict[str, Any] = {"type": _size, "metavar": "N"}
+    lengths = ", ".join(map(str, LENGTHS))
+    contexts = f"tokens (default: {lengths}, or up to the longest that fits the memory)"
+    others = f"also what others do with the same data, and with a ragged batch: {', '.join(PEERS)}"
+    add("--device", type=_device, help="cpu, cuda, cuda:1, ... (default here: %(default)s)")
+    add("--context", type=_list_of(_positive), metavar="N[,N]", help=contexts)
+    add("--heads", dest="num_heads", help="query heads (default: %(default)s)", **size)
+    add("--kv-heads", dest="num_kv_heads", help="KV heads (default: %(default)s)", **size)
+    add("--head-size", help="default: %(default)s", **size)
+    add("--block-size", help="tokens (default: %(default)s)", **size)
+    dtypes = "fp32, fp16, bf16, or torch's names (default: fp32)"
+    add("--dtype", type=_dtype, metavar="TYPE", help=dtypes)
     of_stages = "tokens, in the stages (default: %(default)s); the kernel chooses its own"
-    add("--partition-size", "partition_size", _size, "N", of_stages)
-    add("--stages", "stages", _stages, "A[,B]", f"any of {', '.join(LADDER)} (default: all)")
-    parser.add_argument(
-        "--peers", action="store_const", const=tuple(PEERS), default=(),
-        help="also what others do with the same data, and with a ragged batch: "
-        f"{', '.join(PEERS)}",
-    )  # fmt: skip
-    parser.add_argument(
-        "--out", metavar="DIR", default=OUT, help=f"where the files go (default: {OUT})"
-    )
+    add("--partition-size", help=of_stages, **size)
+    stages = f"any of {', '.join(LADDER)} (default: all)"
+    add("--stages", type=_list_of(_stage), metavar="A[,B]", help=stages)
+    add("--peers", action="store_const", const=tuple(PEERS), help=others)
+    add("--out", metavar="DIR", default=OUT, help="where the files go (default: %(default)s)")
+    parser.set_defaults(**vars(Settings(device="cuda" if torch.cuda.is_available() else "cpu")))
     return parser
 
 
@@ -123,15 +112,13 @@ def _dtype(text: str) -> torch.dtype:
     return dtype
 
 
-def _stages(text: str) -> tuple[str, ...]:
-    names = [name.strip() for name in text.split(",")]
-    for name in names:
-        if name not in LADDER:
-            raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(LADDER)}")
-    return tuple(name for name in LADDER if name in names)
+def _stage(text: str) -> str:
+    if text not in LADDER:
+        raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(LADDER)}")
+    return text
 
 
-def _list_of(convert: Callable[[str], int]) -> Callable[[str], list[int]]:
+def _list_of(convert: Callable[[str], Any]) -> Callable[[str], list[Any]]:
     return lambda text: [convert(part.strip()) for part in text.split(",")]
 
 

@@ -11,8 +11,12 @@ import torch
 
 from paged_attention.bench.captions import reason_of
 from paged_attention.bench.peers.ours import KernelCall
+from paged_attention.bench.settings import Settings
 from paged_attention.measure.synchronization import Fn
 from paged_attention.measure.timing import Trial
+
+# A wrong result is far outside of these, a right one well inside; times the largest output.
+TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
 
 @dataclass
@@ -66,16 +70,18 @@ class Contender:
 
 
 def tried(
-    name: str, call: Fn, device: str, expected: torch.Tensor | None = None, allowed: float = 0.0
+    name: str, call: Fn, settings: Settings, expected: torch.Tensor | None = None
 ) -> Contender:
     """Call a contender, check its result, and time it once. A failure is kept, and isn't timed.
 
-    Args:    expected: the right result, float64; None: nothing is checked
-             allowed: how far a result may be off
+    Args:    name: of the contender
+             call: takes no arguments
+             settings: where it runs, and the dtype, which decides how far it may be off
+             expected: the right result, float64; None: nothing is checked
     """
     contender = Contender(name)
     try:
-        trial = Trial(call, device=device)
+        trial = Trial(call, device=settings.device)
     except Exception as error:  # out of memory, usually; the other contenders may still run
         contender.failure = reason_of(error)
         return contender
@@ -83,6 +89,7 @@ def tried(
     trial.first_result = None
     if expected is not None:
         error = (result.double() - expected).abs().max().item()
+        allowed = TOLERANCES[settings.dtype] * max(1.0, expected.abs().max().item())
         contender.max_error = error if math.isfinite(error) else None
         if not error <= allowed:  # NaN is wrong, too
             contender.failure = f"WRONG: off by {error:.2g}, {allowed:.2g} is allowed"

@@ -40,9 +40,6 @@ from paged_attention.measure.timing import in_turns
 from paged_attention.measure.yardstick import FloorReader
 from paged_attention.reference import reference_attention
 
-# A wrong result is far outside of these, a right one well inside; times the largest output.
-TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
-
 _LEAST_ROUNDS, _MOST_ROUNDS = 3, 10
 _TURN_SECONDS = 0.02  # that a contender samples in its turn; a slow one takes one sample
 _BUDGET_SECONDS = 40.0  # for a step's rounds, unless the least number of rounds takes longer
@@ -86,8 +83,9 @@ def results_of(step: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 class StepRun:
-    """The measurement of one decode step. `as_json` holds at any moment, so that an interrupted
-    run keeps what was measured until then.
+    """The measurement of one decode step.
+
+    `as_json` holds at any moment, so that an interrupted run keeps what was measured until then.
 
     Args:    settings: the sizes, and who takes part
              seq_lens: tokens of each sequence
@@ -100,43 +98,38 @@ class StepRun:
         self.settings, self.seq_lens, self.profile = settings, tuple(seq_lens), profile
         self.num_tokens = sum(seq_lens)
         self.title = title(self.seq_lens)
-        self.floor: Contender | None = None
-        self.stages: list[Contender] = []
-        self.peers: list[Contender] = []
+        self.contenders: dict[str, Contender] = {}  # as far as they were tried
         self._other_load = machine.OtherLoad()
 
     def run(self, progress: Progress) -> None:
         """Try every contender once, then let all take turns."""
-        settings, device = self.settings, self.settings.device
+        settings = self.settings
         progress.say(f"{self.title}: filling the cache")
         inputs = settings.inputs(self.seq_lens)
-        reader = FloorReader(settings.kv_bytes(self.num_tokens), device=device)
-        self.floor_bytes = reader.num_bytes
-        self.floor = tried("floor", reader, device)
-        progress.step(f"{self.title}: floor {self.floor.outcome()}")
+        self.floor = FloorReader(settings.kv_bytes(self.num_tokens), device=settings.device)
+        self._keep(tried("floor", self.floor, settings), progress)
         progress.say(f"{self.title}: computing the float64 reference")
         expected = expected_of(inputs, settings)
-        allowed = TOLERANCES[settings.dtype] * max(1.0, expected.abs().max().item())
-
         for name in settings.stages:
-            call = settings.call(name, inputs)
-            self.stages.append(tried(name, call, device, expected, allowed))
-            progress.step(f"{self.title}: {name} {self.stages[-1].outcome()}")
+            stage = tried(name, settings.call(name, inputs), settings, expected)
+            self._keep(stage, progress)
         if settings.peers:
             batch = Batch(inputs, settings.scale)
             for name in settings.peers:
-                self.peers.append(_tried_peer(name, batch, device, expected, allowed))
-                progress.step(f"{self.title}: {name} {self.peers[-1].outcome()}")
+                self._keep(_tried_peer(name, batch, settings, expected), progress)
         self._take_turns(progress)
 
+    def _keep(self, contender: Contender, progress: Progress) -> None:
+        self.contenders[contender.name] = contender
+        progress.step(f"{self.title}: {contender.name} {contender.outcome()}")
+
     def _take_turns(self, progress: Progress) -> None:
-        contenders = [self.floor, *self.stages, *self.peers]
-        trials = [one.trial for one in contenders if one is not None and one.trial is not None]
+        trials = [one.trial for one in self.contenders.values() if one.trial is not None]
         round_seconds = sum(max(t.measurement().seconds, _TURN_SECONDS) for t in trials)
         rounds = min(_MOST_ROUNDS, int(_BUDGET_SECONDS / round_seconds))
         rounds = max(_LEAST_ROUNDS, rounds)
         progress.say(f"{self.title}: {rounds} rounds, about {round_seconds:.1f} s each")
-        progress.expect(len(contenders) + rounds)
+        progress.expect(len(self.contenders) + rounds)
         self._other_load = machine.OtherLoad()
         for number in range(rounds):
             for trial in in_turns(trials, number):
@@ -146,59 +139,57 @@ class StepRun:
     def as_json(self) -> dict[str, Any]:
         """What the JSON says of this step, see above."""
         others = self._other_load.cores()
-        floor = None
-        if self.floor is not None and self.floor.trial is not None:
-            floor = {"num_bytes": self.floor_bytes, **trial_as_json(self.floor.trial)}
-            floor["gb_per_second"] = round(self.floor_bytes / floor["seconds"] / 1e9, 3)
         step = {
             "context": self.num_tokens,
             "seq_lens": list(self.seq_lens),
             "kv_bytes": self.settings.kv_bytes(self.num_tokens),
             "other_cores": None if others is None else round(others, 2),
-            "floor": floor,
-            "stages": [stage.as_json() for stage in self.stages],
+            "floor": self._floor_as_json(),
+            "stages": self._results(self.settings.stages),
             "predicted": predictions(self.settings, self.seq_lens),
             "predicted_here": predictions_here(self.settings, self.seq_lens, self.profile),
         }
         if self.settings.peers:
-            step["peers"] = [peer.as_json() for peer in self.peers]
+            step["peers"] = self._results(self.settings.peers)
         return step
+
+    def _floor_as_json(self) -> dict[str, Any] | None:
+        trial = self.contenders["floor"].trial
+        if trial is None:
+            return None
+        figures = trial_as_json(trial)
+        rate = round(self.floor.num_bytes / figures["seconds"] / 1e9, 3)
+        return {"num_bytes": self.floor.num_bytes, **figures, "gb_per_second": rate}
+
+    def _results(self, names: Sequence[str]) -> list[dict[str, Any]]:
+        return [self.contenders[name].as_json() for name in names if name in self.contenders]
 
     @property
     def has_failures(self) -> bool:
-        contenders = (self.floor, *self.stages, *self.peers)
-        return any(one is not None and one.failure is not None for one in contenders)
+        return any(contender.failure is not None for contender in self.contenders.values())
 
     @property
     def has_results(self) -> bool:
         """Whether there is more than the floor."""
-        return bool(self.stages or self.peers)
+        return len(self.contenders) > 1
 
 
-def _tried_peer(
-    name: str, batch: Batch, device: str, expected: torch.Tensor, allowed: float
-) -> Contender:
+def _tried_peer(name: str, batch: Batch, settings: Settings, expected: torch.Tensor) -> Contender:
     try:
         call, note = make(name, batch)
     except Unavailable as reason:
         return Contender(name, skipped=str(reason))
-    peer = tried(name, call, device, expected, allowed)
+    peer = tried(name, call, settings, expected)
     peer.note, peer.counted = note, not PEERS[name].compiled
     return peer
 
 
 def expected_of(inputs: Inputs, settings: Settings) -> torch.Tensor:
     """The float64 reference. It takes one KV head at a time, which needs less memory."""
-    group = settings.num_heads // settings.num_kv_heads
+    by_head = zip(*(tensor.chunk(settings.num_kv_heads, dim=1) for tensor in inputs[:3]))
+    tables, lens = inputs.block_tables, inputs.seq_lens
     outs = [
-        reference_attention(
-            inputs.query[:, head * group : (head + 1) * group],
-            inputs.key_cache[:, head : head + 1],
-            inputs.value_cache[:, head : head + 1],
-            inputs.block_tables,
-            inputs.seq_lens,
-            layout="vllm",
-        )[0]
-        for head in range(settings.num_kv_heads)
+        reference_attention(query, key, value, tables, lens, layout="vllm")[0]
+        for query, key, value in by_head
     ]
     return torch.cat(outs, dim=1)

@@ -1,139 +1,77 @@
-"""The attention that `hf.py` registers with transformers: a forward pass through a pool.
+"""The attention and the mask that `paged_attention.hf` registers with transformers.
 
-Prompts and new tokens take one way: their keys and values are written, and then all their queries
-read what the pool holds.
+A prompt and a new token take the same way. A layer writes their keys and values to the pool, and
+then all their queries read what the pool holds.
 """
 
+from __future__ import annotations
+
+from collections import defaultdict
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
-from paged_attention.kernel.plan import plan_decode
+from paged_attention.cache import PagedKVCache
+from paged_attention.kernel.checks import refuse
+from paged_attention.kernel.plan import DecodePlan, plan_decode
 
 NAME = "paged_attention"
-QUERIES = 64  # of a row at a time: on a CPU more are no faster, and take more memory
+MOST_QUERIES = 64  # of a row at a time. On a CPU more are no faster, and take more memory
 
 
-class Mask(NamedTuple):
-    """What a model's mask becomes. That a query sees no later key, the kernel knows itself."""
+class CausalMask(NamedTuple):
+    """What a model's mask becomes. The kernel itself hides the keys after a query."""
 
-    tokens: torch.Tensor | None  # (rows, columns), bool, what is no padding; None: everything
-    window: int | None
+    is_token: Tensor | None  # (rows, columns so far), bool, False on padding. None: no padding
+    window: int | None  # how many keys a query sees, the newest included
 
 
-class Step:
-    """One forward pass: where its tokens go, and how all of its layers attend.
+def causal_mask(
+    *args, attention_mask: Tensor | None = None, local_size: int | None = None, **options
+) -> CausalMask:
+    """The function that transformers makes masks by.
 
-    Args:    num_rows, q_len: rows and columns of the pass, padding included
-             tokens: as in Mask
+    Args:    attention_mask: as `CausalMask.is_token`
+    Raises:  NotImplementedError: the model asks for a mask of another kind
     """
-
-    def __init__(self, cache, num_rows, q_len, tokens):
-        self.pool, self.q_len, self.plans = cache.pool, q_len, {}
-        if num_rows != len(cache.seq_ids):
-            raise ValueError(
-                f"seq_ids must name each row of the batch, got {cache.seq_ids!r} for {num_rows}"
-            )
-        live = torch.tensor(cache.finished).logical_not().unsqueeze(1)
-        new = _new_tokens(cache, num_rows, q_len, tokens) & live
-        slots = self.pool.extend_all(cache.seq_ids, new.sum(dim=1).tolist())
-        self.slots = torch.full(new.shape, -1, dtype=torch.int64, device=slots.device)
-        self.slots[new.to(slots.device)] = slots  # (rows, q_len)
-        self.tables = self.pool.block_tables(cache.seq_ids)
-        self.lens = self.pool.seq_lens(cache.seq_ids)
-        cache.columns += q_len
-
-    def planned(self, num_heads, window):
-        """The columns, in pieces, each with its plan, and with its rows' lengths at its end."""
-        if (num_heads, window) not in self.plans:
-            self.plans[num_heads, window] = list(self._plan(num_heads, window))
-        return self.plans[num_heads, window]
-
-    def _plan(self, num_heads, window):
-        _, block_size, num_kv_heads, head_size = self.pool.geometry
-        for start in range(0, self.q_len, QUERIES):
-            end = min(start + QUERIES, self.q_len)
-            # Padding is left, so a piece that begins before its row does has negative positions,
-            # which see nothing.
-            lens = (self.lens - (self.q_len - end)).clamp_min_(0)
-            plan = plan_decode(
-                num_heads=num_heads,
-                num_kv_heads=num_kv_heads,
-                head_size=head_size,
-                block_size=block_size,
-                layout=self.pool.layout,
-                dtype=self.pool.key_cache().dtype,
-                device=lens.device,
-                seq_lens=lens.tolist(),
-                q_len=end - start,
-                window=window,
-            )
-            yield slice(start, end), lens, plan
-
-
-def _new_tokens(cache, num_rows, q_len, tokens):
-    """(rows, q_len), bool, on the CPU: which columns of a pass are tokens; padding is left.
-
-    Raises:  ValueError: tokens says otherwise, or doesn't fit what the pool holds
-    """
-    if tokens is None:
-        return torch.ones(num_rows, q_len, dtype=torch.bool)
-    tokens = tokens.cpu()
-    new = tokens[:, -q_len:]
-    right = cache.pool.seq_lens(cache.seq_ids).cpu() + new.sum(dim=1)
-    wrong = (tokens.sum(dim=1) != right) | (new[:, :-1] > new[:, 1:]).any(dim=1)
-    wrong &= torch.tensor(cache.finished).logical_not()
-    for row in wrong.nonzero().flatten().tolist():
-        raise ValueError(
-            f"attention_mask[{row}] must be 0 on padding, which is on the left, and 1 on each of "
-            f"the row's {right[row]} tokens, got {tokens[row].sum()} ones, ending in "
-            f"{new[row, -8:].int().tolist()}"
-        )
-    return new
-
-
-def mask(*args, attention_mask=None, local_size=None, allow_is_causal_skip=True, **kwargs):
-    """The function that transformers makes masks by; attention_mask: as in `Mask.tokens`.
-
-    Raises:  NotImplementedError: a mask of other than causal attention, whole or to a window
-    """
-    if not allow_is_causal_skip or kwargs.get("use_vmap"):
+    if not options.get("allow_is_causal_skip", True) or options.get("use_vmap"):
         raise NotImplementedError(
             f"{NAME} serves causal attention, whole or to a window, and the model asks for another"
         )
-    return Mask(attention_mask, local_size)
+    return CausalMask(attention_mask, local_size)
 
 
 def attention(
-    module,
-    query,
-    key,
-    value,
-    attention_mask,
-    dropout=0.0,
-    scaling=None,
-    sliding_window=None,
-    softcap=None,
-    s_aux=None,
-    is_causal=None,
-    position_bias=None,
-    **kwargs,
-):
+    module: torch.nn.Module | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: CausalMask,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    is_causal: bool | None = None,
+    position_bias: Tensor | None = None,
+    **others,
+) -> tuple[Tensor, None]:
     """Store a layer's new keys and values in the pool, then attend to what it holds. No gradients.
 
     Args:    query: (rows, num_heads, q_len, head_size)
              key, value: (rows, num_kv_heads, q_len, head_size), as PagedLayer.update gave them
-             attention_mask: a Mask;  s_aux: sinks;  kwargs: of no consequence for the result
-    Returns: (rows, q_len, num_heads, head_size), 0 where a query is padding; None for the weights
+             s_aux: sinks
+             others: what transformers passes besides. None of it changes the result
+    Returns: (rows, q_len, num_heads, head_size), 0 where a query is padding, and None instead of
+             the weights
     """
     layer = getattr(key, "paged_layer", None)
     if layer is None:
         raise ValueError(f"{NAME} needs the model's cache to be a PagedCache")
-    if not isinstance(attention_mask, Mask):
-        raise ValueError(
-            f"attention_mask must be (rows, columns) or None for {NAME}, got "
-            f"{type(attention_mask).__name__} {tuple(getattr(attention_mask, 'shape', ()))}"
-        )
+    if not isinstance(attention_mask, CausalMask):
+        got = f"{type(attention_mask).__name__} {tuple(getattr(attention_mask, 'shape', ()))}"
+        refuse("attention_mask", f"(rows, columns) or None for {NAME}", got)
     for name, got, served in (
         ("dropout", dropout, (0,)),
         ("is_causal", is_causal, (None, True)),
@@ -142,23 +80,82 @@ def attention(
     ):
         if got not in served:
             raise NotImplementedError(f"{name}={got!r} is not served by {NAME}, only {served}")
-    cache, number = layer.cache, layer.number
-    if cache.step is None:  # the first of the model's attention layers
-        cache.step = Step(cache, len(query), query.shape[2], attention_mask.tokens)
-    step, pool = cache.step, cache.pool
     query, key, value = (t.transpose(1, 2) for t in (query, key, value))
-    pool.write(key.flatten(0, 1), value.flatten(0, 1), step.slots.flatten(), number)
-    caches = pool.key_cache(number), pool.value_cache(number)
+    rows, q_len, num_heads, _ = query.shape
+    now, pool = layer.cache.forward_pass(rows, q_len, attention_mask.is_token), layer.cache.pool
+    pool.write(key.flatten(0, 1), value.flatten(0, 1), now.slots.flatten(), layer.number)
+    caches = pool.key_cache(layer.number), pool.value_cache(layer.number)
     out = query.new_empty(query.shape)
-    for columns, lens, plan in step.planned(query.shape[2], sliding_window):
-        plan.run(
-            query[:, columns],
-            *caches,
-            step.tables,
-            lens,
-            scale=scaling,
-            softcap=softcap,
-            sinks=s_aux,
-            out=out[:, columns],
-        )
+    for columns, lens, plan in now.pieces(num_heads, sliding_window):
+        options = {"scale": scaling, "softcap": softcap, "sinks": s_aux, "out": out[:, columns]}
+        plan.run(query[:, columns], *caches, now.tables, lens, **options)
     return out, None
+
+
+class ForwardPass:
+    """One forward pass: the slots of its new tokens, and what all of its layers attend by.
+
+    A row of a pass is a sequence. Its columns are new tokens and, on the left, padding.
+
+    Args:    is_new: (rows, q_len), bool, on the CPU, which columns are tokens to be stored
+    Raises:  OutOfBlocks: the pool can't hold them. No sequence is extended
+    """
+
+    def __init__(self, pool: PagedKVCache, seq_ids: list, is_new: Tensor) -> None:
+        slots = pool.extend_all(seq_ids, is_new.sum(dim=1).tolist())
+        self.slots = torch.full(is_new.shape, -1, dtype=torch.int64, device=slots.device)
+        self.slots[is_new.to(slots.device)] = slots  # (rows, q_len)
+        self.tables, self.lens = pool.block_tables(seq_ids), pool.seq_lens(seq_ids)
+        self._pool, self._pieces = pool, defaultdict(list)
+
+    def pieces(self, num_heads: int, window: int | None) -> list[Piece]:
+        """The pass in pieces, planned once for all layers of the same heads and window."""
+        pieces = self._pieces[num_heads, window]
+        if pieces:
+            return pieces
+        q_len, (_, block_size, num_kv_heads, head_size) = self.slots.shape[1], self._pool.geometry
+        for start in range(0, q_len, MOST_QUERIES):
+            end = min(start + MOST_QUERIES, q_len)
+            # Padding is on the left. So the columns before a row's first token have negative
+            # positions, which see no key.
+            lens = (self.lens - (q_len - end)).clamp_min_(0)
+            plan = plan_decode(
+                num_heads=num_heads,
+                num_kv_heads=num_kv_heads,
+                head_size=head_size,
+                block_size=block_size,
+                layout=self._pool.layout,
+                dtype=self._pool.key_cache().dtype,
+                device=lens.device,
+                seq_lens=lens.tolist(),
+                q_len=end - start,
+                window=window,
+            )
+            pieces.append(Piece(slice(start, end), lens, plan))
+        return pieces
+
+
+class Piece(NamedTuple):
+    """Some neighbouring columns of a forward pass, which attend together."""
+
+    columns: slice
+    lens: Tensor  # (rows,), the tokens of each row up to the last of these columns
+    plan: DecodePlan
+
+
+def new_tokens(is_token: Tensor, q_len: int, held: Tensor, live: Tensor) -> Tensor:
+    """(rows, q_len), which columns of a pass are tokens.
+
+    Args:    is_token: as `CausalMask.is_token`
+             held: (rows,), the tokens that the pool holds of each row
+             live: (rows,), which rows are checked, because they aren't finished
+    Raises:  ValueError: padding isn't on the left alone, or is_token doesn't fit what is held
+    """
+    new = is_token[:, -q_len:]
+    right = held + new.sum(dim=1)
+    wrong = (is_token.sum(dim=1) != right) | (new[:, :-1] > new[:, 1:]).any(dim=1)
+    for row in (wrong & live).nonzero().flatten().tolist():
+        rule = f"0 on padding, which is on the left, 1 on each of the row's {right[row]} tokens"
+        got = f"{is_token[row].sum()} ones, ending in {new[row, -8:].int().tolist()}"
+        refuse(f"attention_mask[{row}]", rule, got)
+    return new

@@ -27,11 +27,12 @@ def require_tensor(
     dtypes: Sequence[torch.dtype] | None = None,
     shape: Sequence[int] | None = None,
     device: torch.device | None = None,
+    like: str = "query",
 ) -> None:
     """Check that an argument is a dense tensor, and whatever else is given.
 
     Args:    dtypes: of which it must have one
-             shape, device: the query's, as a rule
+             like: whose shape and device these are
     Raises:  TypeError: no dense tensor, or another dtype;  ValueError: another shape or device
     """
     if not isinstance(tensor, Tensor):
@@ -39,15 +40,17 @@ def require_tensor(
     if tensor.layout != torch.strided:
         refuse(name, "a dense tensor", tensor.layout, TypeError)
     if dtypes is not None and tensor.dtype not in dtypes:
-        *others, last = (str(dtype).removeprefix("torch.") for dtype in dtypes)
-        refuse(name, " or ".join([", ".join(others), last]), tensor.dtype, TypeError)
+        *others, last = dict.fromkeys(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        rule = f"{', '.join(others)} or {last}" if others else last
+        refuse(name, rule, tensor.dtype, TypeError)
     if shape is not None and tensor.shape != tuple(shape):
-        refuse(name, f"{tuple(shape)} like query", tuple(tensor.shape))
+        refuse(name, f"{tuple(shape)} like {like}", tuple(tensor.shape))
     if device is not None and tensor.device != device:
-        refuse(name, f"on {device} like query", tensor.device)
+        refuse(name, f"on {device} like {like}", tensor.device)
 
 
 def require_floating(name: str, tensor: Tensor) -> None:
+    """Check that an argument is a dense tensor of any floating dtype."""
     require_tensor(name, tensor)
     if not tensor.is_floating_point():
         refuse(name, "floating", tensor.dtype, TypeError)

@@ -39,7 +39,7 @@ def plan_decode(
     block_size: int,
     layout: str,
     dtype: torch.dtype = torch.float32,
-    device="cpu",
+    device: str | torch.device = "cpu",
     seq_lens: Sequence[int] | Tensor | None = None,
     num_seqs: int | None = None,
     max_seq_len: int | None = None,

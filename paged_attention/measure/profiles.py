@@ -7,11 +7,11 @@ another device says so. Nothing here is measured at import, because `measure.cal
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
-from typing import Any
 
 import torch
+
+from paged_attention.kernel.device import CPU_WAVE, LAUNCH, accelerator_wave, peak_bandwidth
 
 
 @dataclass(frozen=True)
@@ -54,25 +54,17 @@ class DeviceProfile:
 
     @property
     def wave_bytes(self) -> int:
-        """The most bytes of K, or of V, as float32, that are gathered at once.
-
-        Where launches cost, reading K and V of a wave takes ten times as long as launching its
-        operations. So the launches add a tenth.
-        """
+        """The most bytes of K, or of V, as float32, that are gathered at once."""
         if self.wave is not None:
             return int(self.wave.high)
         if self.op_cost is None or self.bandwidth is None:
             raise ValueError(f"profile {self.name!r} must have a wave, or bandwidth and op_cost")
-        launches = OPS_PER_WAVE * self.op_cost.high
-        return int(AMORTISED * launches * self.bandwidth.high / 2)
+        return accelerator_wave(self.bandwidth.high, self.op_cost.high)
 
-
-OPS_PER_WAVE = 15  # operations of Phase 1, which a test counts
-AMORTISED = 10  # the time that a wave's bytes take, in times of its launches
 
 _LAUNCH = Figure(
     4e-6,
-    6e-6,
+    LAUNCH,
     "s",
     "4 to 6 us to submit one CUDA kernel, measured by others on an RTX 5070 Ti "
     "(susun-blog.com, pegainfer 3, CUDA 13.0). Assumed here, not measured on this device",
@@ -84,8 +76,8 @@ PROFILES = {
         bandwidth=None,  # machines differ by a factor of ten: measure.calibrate("cpu")
         op_cost=None,
         wave=Figure(
-            8 * 2**20,
-            8 * 2**20,
+            CPU_WAVE,
+            CPU_WAVE,
             "B",
             "2,048 tokens of 4 KV heads of 256 lanes. On a 2-core Xeon with 2 MiB of L2 a core, "
             "waves of half the size took 1.1 to 1.15 times as long, and larger ones no less",
@@ -112,47 +104,19 @@ PROFILES = {
 }
 
 
-def profile_of(device) -> DeviceProfile:
+def profile_of(device: str | torch.device) -> DeviceProfile:
     """The profile of the device at hand.
 
-    A known CUDA device is found by its name, and another one's profile is read from CUDA's
+    A known CUDA device is found by its name, and another one's bandwidth is read from CUDA's
     properties. `meta` has a CPU's profile, because a CPU's operations are counted there.
     """
     device = torch.device(device)
     if device.type in ("cpu", "meta"):
         return PROFILES["cpu"]
-    if device.type != "cuda":
-        return _accelerator(device.type)
-    return _cuda_profile(torch.cuda.current_device() if device.index is None else device.index)
-
-
-@functools.cache
-def _cuda_profile(index: int) -> DeviceProfile:
-    properties = torch.cuda.get_device_properties(index)
-    for name, profile in PROFILES.items():
-        if name in properties.name:
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    for known, profile in PROFILES.items():
+        if known in name:
             return profile
-    return profile_from_properties(properties)
-
-
-def profile_from_properties(properties: Any) -> DeviceProfile:
-    """A profile from `torch.cuda.get_device_properties`.
-
-    Args:    properties: has .name and .multi_processor_count, and in some versions of torch
-                   .memory_clock_rate (kHz) and .memory_bus_width (bits)
-    """
-    clock = getattr(properties, "memory_clock_rate", 0)
-    width = getattr(properties, "memory_bus_width", 0)
-    profile = _accelerator(properties.name)
-    bandwidth = profile.bandwidth
-    if clock and width:
-        peak = 2 * clock * 1e3 * width / 8  # two transfers a clock
-        bandwidth = Figure(peak, peak, "B/s", "get_device_properties: memory clock and bus width")
-    count = properties.multi_processor_count
-    num_sms = Figure(count, count, "", "get_device_properties")
-    return DeviceProfile(properties.name, bandwidth, profile.op_cost, num_sms)
-
-
-def _accelerator(name: str) -> DeviceProfile:
-    bandwidth = Figure(1e12, 1e12, "B/s", "assumed, because it is not known of this device")
-    return DeviceProfile(name, bandwidth, _LAUNCH)
+    peak = peak_bandwidth(device)
+    source = "get_device_properties: memory clock and bus width; assumed where they are missing"
+    return DeviceProfile(name, Figure(peak, peak, "B/s", source), _LAUNCH)

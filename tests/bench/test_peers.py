@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from paged_attention import plan_decode
 from paged_attention.bench import ladder, memory, peers, predictions
+from paged_attention.bench.contender import TOLERANCES
 from paged_attention.bench.peers import flex, vllm_cpu
 from paged_attention.bench.peers.ours import KernelCall
 from paged_attention.bench.peers.time_limit import time_limit
@@ -48,7 +49,7 @@ def assert_right(name, *lengths, dtype=torch.float32, **sizes):
     call, note = made(name, batch)
     for out in (call(), call()):
         assert out.shape == expected.shape and out.dtype == dtype
-        allowed = ladder.TOLERANCES[dtype] * max(1.0, expected.abs().max().item())
+        allowed = TOLERANCES[dtype] * max(1.0, expected.abs().max().item())
         assert (out.double() - expected).abs().max().item() <= allowed
     return call, note
 

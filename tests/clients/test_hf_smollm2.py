@@ -21,11 +21,23 @@ NEW = 6
 TOLERANCE = 2e-3  # 4e-5 is what it is
 
 
-@pytest.fixture(scope="module")
-def model():
+@pytest.fixture(scope="session")
+def shown():
+    """What the lines that show how to use it leave behind: the model is loaded by them, once."""
     if not smollm2.is_there():
         pytest.skip(smollm2.MISSING)
-    return smollm2.load()[0]
+    names = {}
+    exec("\n".join(documented_lines()).replace("cache=cache", f"{CACHE}=cache"), names)
+    return names
+
+
+def documented_lines():
+    return re.findall(r"^    (.*)\n|^\n", hf.__doc__, re.MULTILINE)
+
+
+@pytest.fixture(scope="session")
+def model(shown):
+    return shown["model"]
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +75,7 @@ def test_a_ragged_batch_goes_on_as_each_of_its_prompts_does_by_sdpa(model, promp
 
 
 def test_the_pool_holds_the_keys_and_values_that_were_captured(model, captured):
-    """From the same text, by transformers' own loader: so the weights are read right, too."""
+    """From the same text: so the weights are read right, too."""
     pool = awkward_pool(model, 9)
     cache = hf.PagedCache(pool, model.config, ["text"])
     model.set_attn_implementation("paged_attention")
@@ -78,20 +90,17 @@ def test_the_pool_holds_the_keys_and_values_that_were_captured(model, captured):
             assert error < 1e-3 * right.abs().max()  # they were kept in float16
 
 
-def test_the_lines_that_show_how_to_use_it_run_and_say_what_transformers_says(model):
-    names, lines = {}, re.findall(r"^    (.*)\n|^\n", hf.__doc__, re.MULTILINE)
-    exec("\n".join(lines).replace("cache=cache", f"{CACHE}=cache"), names)
-    lengths = names["inputs"]["attention_mask"].sum(dim=1) + 19  # the last token is not read back
-    assert names["pool"].seq_lens("ab").tolist() == lengths.tolist()
+def test_the_lines_that_show_how_to_use_it_say_what_transformers_says(model, shown):
+    lengths = shown["inputs"]["attention_mask"].sum(dim=1) + 19  # the last token is not read back
+    assert shown["pool"].seq_lens("ab").tolist() == lengths.tolist()
     model.set_attn_implementation("sdpa")
-    right = model.generate(**names["inputs"], max_new_tokens=20, do_sample=False)
-    assert torch.equal(names["ids"], right)
+    right = model.generate(**shown["inputs"], max_new_tokens=20, do_sample=False)
+    assert torch.equal(shown["ids"], right)
 
 
 def test_the_readme_shows_the_same_lines():
-    lines = re.findall(r"^    (.*)\n|^\n", hf.__doc__, re.MULTILINE)
     readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
-    assert "```python\n" + "\n".join(lines).strip() + "\n```" in readme
+    assert "```python\n" + "\n".join(documented_lines()).strip() + "\n```" in readme
 
 
 def test_a_model_that_is_not_there_says_how_to_get_it(monkeypatch):

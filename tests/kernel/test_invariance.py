@@ -1,58 +1,73 @@
-"""A sequence's bits are its own, with every option on, through calls and through both plans.
+"""A sequence's bits are its own, whatever is decoded beside it and wherever its blocks lie.
 
-Alone, among 64, with its blocks elsewhere, beside 8,000 tokens, twenty times over, on two threads:
-bit for bit on a CPU, within 2e-6 on CUDA. Capacity plans are held to others of their capacity.
+Bit for bit on a CPU and within 2e-6 on CUDA: alone, among 64, beside 8,000 tokens, in another
+order, in another pool, again and again, and on two threads. Capacity plans are held to others of
+their capacity.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
 
 import pytest
 import torch
 from helpers import (
+    DTYPES,
+    INF,
+    LAYOUTS,
     NAN,
     Dense,
-    Pool,
     assert_close,
     assert_same,
-    in_each_layout,
     on_each_device,
     paged,
+    pairwise,
     random,
     to,
 )
+from hypothesis import given
+from hypothesis import strategies as st
 
 from paged_attention import paged_attention, plan_decode
 
-MINE, BLOCK, PARTITION = 300, 8, 64
-SHAPES = {"6 heads of 16 on 2": (6, 2, 16), "7 heads of 48 on 7": (7, 7, 48)}
+KINDS = ("paged_attention", "exact", "capacity")
+HEADS = ((6, 2, 16), (7, 7, 48), (1, 1, 8), (7, 1, 104), (3, 3, 40))  # with KV heads and head size
+SIZES = ((8, 64), (16, None), (1, 8), (4, 24))  # blocks and partitions
 OPTIONS = {
     "plain": {},
-    "a window": {"window": 100},
-    "a cap and sinks": {"softcap": 5.0, "sinks": True, "scale": 1.0},
-    "ALiBi, three rows": {"alibi_slopes": True, "q_len": 3},
-    "three rows, not causal": {"q_len": 3, "causal": False},
+    "window": {"window": 100},
+    "cap and sinks": {"softcap": 5.0, "sinks": True, "scale": 1.0},
+    "ALiBi, 3 rows": {"alibi_slopes": True, "q_len": 3},
+    "3 rows, not causal": {"q_len": 3, "causal": False},
     "everything": {
         "window": 77, "softcap": 9.0, "sinks": True, "alibi_slopes": True, "q_len": 3,
         "k_scale": True, "v_scale": 0.5, "kv_cache_dtype": "fp8",
     },
 }  # fmt: skip
-KINDS = ("paged_attention", "exact", "capacity")
-in_each_kind = pytest.mark.parametrize("kind", KINDS)
-with_each_option = pytest.mark.parametrize("option", OPTIONS)
-in_each_shape = pytest.mark.parametrize("shape", SHAPES)
 
 
 class Step:
-    """Decode steps of one shape, layout and set of options."""
+    """Decode steps of one kind. A sequence of so many tokens is the same sequence every time."""
 
-    def __init__(self, kind, layout, shape, option, device="cpu"):
-        self.kind, self.layout, self.device = kind, layout, device
-        self.sizes = self.num_heads, self.num_kv_heads, self.head_size = SHAPES[shape]
+    def __init__(
+        self,
+        kind="paged_attention",
+        layout="HND",
+        option="plain",
+        heads=HEADS[0],
+        sizes=SIZES[0],
+        dtype=torch.float32,
+        device="cpu",
+        capacity=800,
+    ):
+        self.kind, self.layout, self.device, self.dtype = kind, layout, device, dtype
+        self.capacity, (self.block_size, self.partition_size) = capacity, sizes
         options = dict(OPTIONS[option])
         self.q_len, self.window = options.pop("q_len", 1), options.pop("window", None)
-        self.fp8 = options.get("kv_cache_dtype") == "fp8"
+        self.fp8 = "kv_cache_dtype" in options
+        self.num_heads, self.num_kv_heads, head_size = heads
+        self.head_size = -(-head_size // 16) * 16 if self.fp8 else head_size
         for name, n, first in (
             ("sinks", self.num_heads, -1.0),
             ("alibi_slopes", self.num_heads, 0.01),
@@ -62,120 +77,153 @@ class Step:
                 options[name] = torch.linspace(first, 0.5, n, device=device)
         self.options = options
 
-    def sequence(self, tokens, seed):
-        """The same every time: (query rows, key, value)."""
-        dense = random(
-            [tokens], self.num_heads * self.q_len, *self.sizes[1:], seed=seed, sharp=3.0
-        )
-        rows = dense.query.view(self.q_len, self.num_heads, self.head_size)
-        key, value = dense.keys[0], dense.values[0]
-        if self.fp8:
-            key, value = (x.to(torch.float8_e4m3fn).view(torch.uint8) for x in (key, value))
-        return rows, key, value
+    def batch(self, lens, bad=None):
+        """bad: NaN or infinity, for the newest key and value of the first sequence."""
+        rows, keys, values = self.num_heads * self.q_len, [], []
+        sequences = [
+            random([n], rows, self.num_kv_heads, self.head_size, seed=n, sharp=3.0) for n in lens
+        ]
+        query = torch.cat([s.query for s in sequences]).to(self.dtype)
+        query = query.view(len(lens), self.q_len, self.num_heads, self.head_size)
+        for number, sequence in enumerate(sequences):
+            for held, tensors in ((sequence.keys[0], keys), (sequence.values[0], values)):
+                if number == 0 and bad is not None:
+                    held[-1] = bad
+                held = held.to(torch.float8_e4m3fn if self.fp8 else self.dtype)
+                tensors.append(held.view(torch.uint8) if self.fp8 else held)
+        return Dense(query if self.q_len > 1 else query[:, 0], keys, values)
 
-    def batch(self, lens, at, seed):
-        """(query, pool): mine at `at`, others around it."""
-        sequences = [self.sequence(n, 1 if i == at else 100 + i) for i, n in enumerate(lens)]
-        query, keys, values = zip(*sequences)
-        dense = to(Dense(torch.stack(query), [*keys], [*values]), device=self.device)
-        poison = (0x7F, 0x7F) if self.fp8 else (NAN, NAN)
-        pool = paged(dense, BLOCK, self.layout, seed=seed, poison=poison, device=self.device)
-        return (dense.query if self.q_len > 1 else dense.query[:, 0]), pool
-
-    def call(self, lens, at=0, seed=0, capacity=None):
-        """A function that decodes, and gives my part of (out, lse)."""
-        query, pool = self.batch(lens, at, seed)
+    def call(self, lens, bad=None, **where):
+        """A function that decodes these lengths and returns (out, lse)."""
+        dense = to(self.batch(lens, bad), device=self.device)
+        where = {"poison": (0x7F, 0x7F) if self.fp8 else (NAN, NAN), **where}
+        pool = paged(dense, self.block_size, self.layout, device=self.device, **where)
         how = {**self.options, "return_lse": True}
         if self.kind == "paged_attention":
-            how.update(layout=self.layout, window=self.window, partition_size=PARTITION)
-            run = paged_attention
-        else:
-            lengths = {"seq_lens": list(lens)}
-            if self.kind == "capacity":
-                lengths = {"num_seqs": len(lens), "max_seq_len": capacity}
-            run = plan_decode(
-                num_heads=self.num_heads,
-                num_kv_heads=self.num_kv_heads,
-                head_size=self.head_size,
-                block_size=BLOCK,
-                layout=self.layout,
-                dtype=pool.key_cache.dtype,
-                device=self.device,
-                q_len=self.q_len,
-                window=self.window,
-                partition_size=PARTITION,
-                **lengths,
-            ).run
-        return lambda: [x[at] for x in run(query, *pool, **how)]
+            how.update(layout=self.layout, window=self.window, partition_size=self.partition_size)
+            return lambda: paged_attention(dense.query, *pool, **how)
+        lengths = {"seq_lens": list(lens)}
+        if self.kind == "capacity":
+            lengths = {"num_seqs": len(lens), "max_seq_len": self.capacity}
+        plan = plan_decode(
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_size=self.head_size,
+            block_size=self.block_size,
+            layout=self.layout,
+            dtype=pool.key_cache.dtype,
+            device=self.device,
+            q_len=self.q_len,
+            window=self.window,
+            partition_size=self.partition_size,
+            **lengths,
+        )
+        return lambda: plan.run(dense.query, *pool, **how)
+
+    def decode(self, lens, **where):
+        return self.call(lens, **where)()
+
+    def agree(self, got, right):
+        for name, x, y in zip(("out", "lse"), got, right):
+            if self.device == "cpu":
+                assert_same(x, y, name)
+            else:
+                assert_close(x, y.double(), what=name)
 
 
-def agree(got, right, device="cpu"):
-    for name, x, y in zip(("out", "lse"), got, right):
-        if device == "cpu":
-            assert_same(x, y, name)
-        else:
-            assert_close(x, y.double(), what=name)
+WIDTHS = [0, 1, 8, 9, 75, 76, 200, 256, 257, 513, 777, 8]
+ORDER = [7, 3, 11, 10, 0, 1, 5]
+OTHERS = [1 + 37 * n % 101 for n in range(63)]
 
 
 @on_each_device
-@in_each_layout
-@in_each_kind
-@in_each_shape
-@with_each_option
-def test_bits_are_the_same_alone_among_64_and_wherever_the_blocks_lie(
-    device, layout, kind, shape, option
-):
-    step = Step(kind, layout, shape, option, device)
-    alone = step.call((MINE,), capacity=320)()
-    assert alone[0].isfinite().all() and alone[0].abs().max() > 0.1
-    others = tuple(1 + 37 * n % 101 for n in range(63))
-    for lens, at, seed in (
-        ((MINE,), 0, 1),
-        ((MINE, *others), 0, 2),
-        ((*others, MINE), 63, 3),
-        ((0, 320, MINE, 1, 64, 0), 2, 4),
+@pairwise(kind=KINDS, layout=LAYOUTS, option=OPTIONS, heads=HEADS, sizes=SIZES, dtype=DTYPES)
+def test_bits_do_not_depend_on_the_batch(device, row):
+    """Widths of every kind beside each other, each of them alone, permuted, and one among 64."""
+    step = Step(**row, device=device)
+    together = step.decode(WIDTHS)
+    assert together[0].isfinite().all() and together[0].abs().max() > 0.1
+    for i, tokens in enumerate(WIDTHS):
+        alone = step.decode([tokens], seed=i)
+        step.agree(alone, [x[i : i + 1] for x in together])
+    step.agree(step.decode(WIDTHS), together)
+    step.agree(step.decode([WIDTHS[i] for i in ORDER]), [x[ORDER] for x in together])
+    for lens, at in (([200, *OTHERS], 0), ([*OTHERS, 200], 63)):
+        step.agree([x[at] for x in step.decode(lens)], [x[6] for x in together])
+
+
+@given(
+    lens=st.lists(st.integers(0, 90), min_size=1, max_size=6),
+    kind=st.sampled_from(KINDS),
+    layout=st.sampled_from(LAYOUTS),
+    sizes=st.sampled_from(SIZES),
+)
+def test_bits_do_not_depend_on_any_batch(lens, kind, layout, sizes):
+    step = Step(kind, layout, sizes=sizes)
+    together = step.decode(lens)
+    for i, tokens in enumerate(lens):
+        step.agree(step.decode([tokens], seed=i), [x[i : i + 1] for x in together])
+
+
+@on_each_device
+@pairwise(kind=KINDS, layout=LAYOUTS, option=["plain", "everything"])
+def test_bits_do_not_depend_on_8000_tokens_beside_them(device, row):
+    step = Step(**row, device=device, capacity=8000)
+    alone = step.decode([300])
+    step.agree([x[:1] for x in step.decode([300, 8000])], alone)
+    step.agree([x[2:] for x in step.decode([8000, 0, 300])], alone)
+
+
+@on_each_device
+@pairwise(kind=KINDS, layout=LAYOUTS)
+def test_bits_do_not_depend_on_where_the_blocks_lie(device, row):
+    """In order, backwards, far apart in a big pool, with wider tables and other integers."""
+    step = Step(**row, device=device)
+    right = step.decode([75], tables=[list(range(10))], extra_columns=0)
+    for where in (
+        {"tables": [list(range(10))[::-1]]},
+        {"tables": [list(range(0, 900, 90))], "num_blocks": 1000},
+        {"seed": 5, "spare": 0},
+        {"seed": 6, "spare": 300},
+        {"extra_columns": 50},
+        {"index_dtype": torch.int64},
     ):
-        agree(step.call(lens, at, seed, capacity=320)(), alone, device)
+        step.agree(step.decode([75], **where), right)
 
 
-@on_each_device
-@in_each_layout
-@in_each_kind
-@pytest.mark.parametrize("option", ["plain", "everything"])
-def test_bits_are_the_same_beside_8000_tokens(device, layout, kind, option):
-    step = Step(kind, layout, "6 heads of 16 on 2", option, device)
-    alone = step.call((MINE,), capacity=8000)()
-    agree(step.call((MINE, 8000), 0, 1, capacity=8000)(), alone, device)
-    agree(step.call((8000, 0, MINE), 2, 2, capacity=8000)(), alone, device)
-
-
-@in_each_layout
-@in_each_kind
-@with_each_option
-def test_twenty_repeats_give_the_same_bits(layout, kind, option):
-    call = Step(kind, layout, "6 heads of 16 on 2", option).call((MINE, 17, 64), capacity=320)
+@pairwise(kind=KINDS, layout=LAYOUTS, option=OPTIONS)
+def test_twenty_repeats_give_the_same_bits(row):
+    step = Step(**row)
+    call = step.call([300, 17, 64])
     right = call()
     for _ in range(20):
-        agree(call(), right)
+        step.agree(call(), right)
 
 
-@in_each_layout
-@in_each_kind
-def test_two_threads_with_different_options_give_the_bits_of_serial_ones(layout, kind):
-    """Nobody's workspace given: each thread has its own."""
-    steps = [Step(kind, layout, "6 heads of 16 on 2", option) for option in OPTIONS]
-    calls = [step.call((MINE, 40, 0), seed=i, capacity=320) for i, step in enumerate(steps)]
+@pytest.fixture
+def hasty_threads():
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(interval)
+
+
+@pytest.mark.parametrize("kind, layout", [*zip(KINDS, LAYOUTS)])
+def test_two_threads_give_the_bits_of_one(kind, layout, hasty_threads):
+    """Other options and other tokens in turn, and no workspace given: each thread has its own."""
+    calls = [Step(kind, layout, option).call([300, 40, 0]) for option in OPTIONS]
+    calls += [Step(kind, layout).call([tokens, 40, 0]) for tokens in (296, 297, 298, 299)]
     serial, wrong, start = [call() for call in calls], [], threading.Barrier(2)
 
     def work(first):
         start.wait()
-        for i in range(60):
+        for i in range(100):
             which = (first + i) % len(calls)
             got = calls[which]()
             if not all(torch.equal(x, y) for x, y in zip(got, serial[which])):
-                wrong.append(list(OPTIONS)[which])
+                wrong.append(which)
 
-    threads = [threading.Thread(target=work, args=(first,)) for first in (0, 3)]
+    threads = [threading.Thread(target=work, args=(first,)) for first in (0, 5)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -183,28 +231,14 @@ def test_two_threads_with_different_options_give_the_bits_of_serial_ones(layout,
     assert not wrong
 
 
-@in_each_layout
-@in_each_kind
-@pytest.mark.parametrize("option", ["a window", "ALiBi, three rows", "everything"])
-def test_a_live_nan_is_not_hidden_and_a_dead_one_not_seen(layout, kind, option):
-    """In the sequence's own newest key: all its newest row. In a neighbour's: nothing of mine."""
-    step = Step(kind, layout, "6 heads of 16 on 2", option)
-    lens = (MINE, 41)
-    right = step.call(lens, capacity=320)()
-    query, pool = step.batch(lens, 0, 0)
-    broken = Pool(pool.key_cache.clone(), pool.value_cache.clone(), *pool[2:])
-    nan = 0x7F if step.fp8 else NAN
-    for seq, tokens in enumerate(lens):
-        block, offset = int(pool.block_tables[seq, (tokens - 1) // BLOCK]), (tokens - 1) % BLOCK
-        where = (block, slice(None), offset) if layout == "HND" else (block, offset)
-        if layout == "vllm":
-            where = (block, ..., offset, slice(None))
-        cache = broken.key_cache.clone()
-        cache[where] = nan
-        step.batch = lambda *_, cache=cache: (query, broken._replace(key_cache=cache))
-        got = step.call(lens, capacity=320)()
-        if seq == 0:
-            newest = [x[-1] if step.q_len > 1 else x for x in got]
-            assert all(x.isnan().all() for x in newest), "a live NaN was hidden"
-        else:
-            agree(got, right)
+@pairwise(
+    kind=KINDS, layout=LAYOUTS, option=["window", "ALiBi, 3 rows", "everything"], bad=[NAN, INF]
+)
+def test_a_live_nan_is_not_hidden_and_a_neighbours_not_seen(row):
+    step = Step(**{name: row[name] for name in ("kind", "layout", "option")})
+    right = step.decode([41, 300])
+    bad = NAN if step.fp8 else row["bad"]  # e4m3 has no infinity
+    out, lse = step.decode([41, 300], bad=bad)
+    newest = (0, -1) if step.q_len > 1 else 0
+    assert not out[newest].isfinite().any(), "a live NaN was hidden"
+    step.agree([out[1:], lse[1:]], [x[1:] for x in right])

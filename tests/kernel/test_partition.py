@@ -3,22 +3,18 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paged_attention.kernel.device import AMORTISED, OPS_PER_WAVE, wave_bytes
 from paged_attention.kernel.partition import (
     even_shares,
     waves,
     whole_blocks,
     work_items,
 )
-from paged_attention.measure.profiles import (
-    AMORTISED,
-    OPS_PER_WAVE,
-    PROFILES,
-    profile_from_properties,
-    profile_of,
-)
+from paged_attention.measure.profiles import PROFILES, profile_of
 
 pytestmark = pytest.mark.quick
 
@@ -88,9 +84,16 @@ def test_on_a_gpu_a_waves_bytes_take_ten_times_its_launches():
     assert profile_of("cpu") is profile_of("meta") is PROFILES["cpu"]
 
 
-def test_a_profile_is_read_from_cudas_properties():
-    unknown = SimpleNamespace(name="A card", multi_processor_count=28)
-    profile = profile_from_properties(unknown)
-    assert profile.num_sms.high == 28 and "assumed" in profile.bandwidth.source
-    known = SimpleNamespace(**vars(unknown), memory_clock_rate=1_000_000, memory_bus_width=256)
-    assert profile_from_properties(known).bandwidth.high == 64e9
+@pytest.mark.parametrize(
+    "properties, peak",
+    [({}, 1e12), ({"memory_clock_rate": 1_000_000, "memory_bus_width": 256}, 64e9)],
+)
+def test_a_cards_bandwidth_is_read_from_cudas_properties(monkeypatch, properties, peak):
+    card = SimpleNamespace(**properties)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A card")
+    profile = profile_of("cuda:0")
+    assert profile.bandwidth.high == peak and profile.name == "A card"
+    assert wave_bytes.__wrapped__(torch.device("cuda:0")) == profile.wave_bytes
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    assert profile_of("cuda:0") is PROFILES["H200"]

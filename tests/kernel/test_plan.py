@@ -29,9 +29,9 @@ from hypothesis import strategies as st
 
 from paged_attention import DecodePlan, Workspace, paged_attention, plan_decode
 from paged_attention.inputs import random_inputs
+from paged_attention.kernel.device import OPS_PER_WAVE
 from paged_attention.kernel.workspace import default_workspace
 from paged_attention.measure.counting import OpCounter, count
-from paged_attention.measure.profiles import OPS_PER_WAVE
 
 HEADS, KV_HEADS, SIZE, BLOCK = 6, 2, 16, 8
 in_each_dtype = pytest.mark.parametrize("dtype", DTYPES)
@@ -132,18 +132,6 @@ def test_capacity_plans_are_right_whatever_the_capacity(data):
 
 
 @in_each_layout
-def test_a_live_nan_is_not_hidden_by_a_capacity_plans_masks(layout):
-    for which in ("keys", "values"):
-        for bad in (NAN, INF):
-            dense = random([40, 40], HEADS, KV_HEADS, SIZE)
-            getattr(dense, which)[0][39] = bad
-            pool = paged(dense, BLOCK, layout)
-            out = planned(layout, num_seqs=2, max_seq_len=48).run(dense.query, *pool)
-            assert not torch.isfinite(out[0]).any()
-            assert_close(out[1:], oracle(dense.query[1:], dense.keys[1:], dense.values[1:])[0])
-
-
-@in_each_layout
 def test_a_plan_serves_layers_of_other_values_strides_and_query_dtypes(layout):
     lens = [75, 9]
     plan, workspace = planned(layout, seq_lens=lens), Workspace()
@@ -173,76 +161,6 @@ def test_a_pool_without_blocks_and_a_table_without_columns_serve_a_capacity_plan
     dense, pool = batch([0, 0], layout, spare=0, extra_columns=0)
     out, lse = planned(layout, num_seqs=2, max_seq_len=50).run(dense.query, *pool, return_lse=True)
     assert (out == 0).all() and (lse == -INF).all()
-
-
-# -- isolation
-
-
-@in_each_dtype
-@in_each_layout
-@pytest.mark.parametrize("heads, kv_heads, size", [(6, 2, 16), (1, 1, 8), (7, 1, 104), (3, 3, 40)])
-@pytest.mark.parametrize("capacity", [None, 800])
-def test_bits_do_not_depend_on_the_batch(layout, dtype, heads, kv_heads, size, capacity):
-    """Widths of every kind beside each other, alone, permuted, in other places of the pool."""
-    lens = [0, 1, 8, 9, 75, 76, 200, 256, 257, 513, 777, 8]
-    sequences = [random([n], heads, kv_heads, size, seed=i, sharp=3.0, dtype=dtype)
-                 for i, n in enumerate(lens)]  # fmt: skip
-
-    def decode(indices, partition_size):
-        dense = type(sequences[0])(
-            torch.cat([sequences[i].query for i in indices]),
-            [sequences[i].keys[0] for i in indices],
-            [sequences[i].values[0] for i in indices],
-        )
-        pool = paged(dense, 8, layout, seed=len(indices))
-        some = [lens[i] for i in indices]
-        bounds = {"num_seqs": len(some), "max_seq_len": capacity}
-        plan = plan_decode(
-            num_heads=heads,
-            num_kv_heads=kv_heads,
-            head_size=size,
-            block_size=8,
-            layout=layout,
-            dtype=dtype,
-            partition_size=partition_size,
-            **({"seq_lens": some} if capacity is None else bounds),
-        )
-        return plan.run(dense.query, *pool, return_lse=True)
-
-    for partition_size in (64, None):
-        together = decode(range(len(lens)), partition_size)
-        for i in range(len(lens)):
-            for got, right in zip(decode([i], partition_size), together):
-                assert_same(got[0], right[i])
-        order = [7, 3, 11, 10, 0, 1, 5]
-        for got, right in zip(decode(order, partition_size), together):
-            assert_same(got, right[order])
-
-
-@in_each_layout
-def test_200_calls_on_two_threads_give_the_bits_of_serial_ones(layout):
-    """The same shapes, different data, nobody's workspace given: each thread has its own."""
-    problems = [batch([300, 40, 0], layout, seed=i) for i in range(10)]
-    problems = [(dense.query + i, pool) for i, (dense, pool) in enumerate(problems)]
-    plan = planned(layout, seq_lens=[300, 40, 0])
-    serial = [paged_attention(q, *pool, layout=layout) for q, pool in problems]
-    wrong, start = [], threading.Barrier(2)
-
-    def work(first):
-        start.wait()
-        for call in range(100):
-            which = (first + call) % len(problems)
-            query, pool = problems[which]
-            for out in (plan.run(query, *pool), paged_attention(query, *pool, layout=layout)):
-                if not torch.equal(out, serial[which]):
-                    wrong.append(which)
-
-    threads = [threading.Thread(target=work, args=(first,)) for first in (0, 5)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
 
 
 # -- nothing read, nothing allocated

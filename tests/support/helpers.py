@@ -9,6 +9,7 @@ followed.
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 from typing import NamedTuple
@@ -40,6 +41,23 @@ cuda = pytest.param(
 DEVICES = ("cpu", cuda)
 on_each_device = pytest.mark.parametrize("device", DEVICES)
 in_each_layout = pytest.mark.parametrize("layout", LAYOUTS)
+
+
+def pairwise(**choices):
+    """Run a test for rows of choices in which any two values stand together at least once.
+
+    These are far fewer rows than all combinations, and notice nearly as much, because a fault
+    that takes three values at once is rare. The test is given `row`, a dictionary.
+    """
+    every = list(itertools.product(*choices.values()))
+    pairs = {row: set(itertools.combinations(enumerate(row), 2)) for row in every}
+    missing, rows = set().union(*pairs.values()), []
+    while missing:
+        rows.append(max(every, key=lambda row: len(pairs[row] & missing)))
+        missing -= pairs[rows[-1]]
+    ids = ["-".join(str(value).removeprefix("torch.") for value in row) for row in rows]
+    return pytest.mark.parametrize("row", [dict(zip(choices, row)) for row in rows], ids=ids)
+
 
 # The same examples on every run, so that a red run can be repeated; HYPOTHESIS_PROFILE=explore
 # looks further and differently each time.

@@ -60,7 +60,7 @@ def made_up(tokens):
 
 
 def logits_of_10000(tokens):
-    """One lane decides: logits of +1e4 and -1e4 in turn, the rest of a few."""
+    """One lane makes logits of +1e4 and -1e4 in turn. The other lanes change them by a few."""
     query, key, value, _ = made_up(tokens)
     query, key = query / 16, key.clone()
     query[..., 0], key[..., 0] = 100.0, 100.0
@@ -69,14 +69,14 @@ def logits_of_10000(tokens):
 
 
 def one_dominant_key(tokens):
-    """One key in the middle outweighs all others, by e to the 15."""
+    """One key in the middle outweighs each of the others by about e to the 15."""
     query, key, value, scale = made_up(tokens)
     query[..., 0], key[..., 0], key[tokens // 2, :, 0] = 11.0, 0.0, 11.0
     return query, key, value, scale
 
 
 def all_equal(tokens):
-    """All keys the same: the result is the values' mean."""
+    """All keys are the same, so the result is the mean of the values."""
     query, key, value, scale = made_up(tokens)
     return query, key[:1].expand_as(key).contiguous(), value + 1.0, scale
 
@@ -99,7 +99,7 @@ DATA = {
 
 
 def errors(data, tokens, dtype):
-    """Errors of one step on DATA[data], rounded to the dtype first: that is no error."""
+    """Errors of one step on DATA[data]. It is rounded to the dtype first, which is no error."""
     query, key, value, scale = DATA[data](tokens)
     fp8 = dtype.itemsize == 1
     if fp8:
@@ -147,32 +147,36 @@ def sdpa(query, key, value, scale):
 
 PROSE = """# Accuracy
 
-Errors of `paged_attention` against float64, beside those of `scaled_dot_product_attention` (one
-query a sequence) on the same keys and values, rounded to the dtype first. Written by
-`make accuracy`, here by torch {torch} on a CPU with {capability} instructions.
+This page has the errors of `paged_attention` against float64. Beside them stand the errors of
+`scaled_dot_product_attention` on the same keys and values, one query a sequence. All numbers are
+rounded to the dtype first, so that this rounding is no error. `make accuracy` wrote the page, with
+torch {torch} on a CPU with {capability} instructions.
 
 An error is the root mean square over all lanes of {queries} queries, divided by the largest value.
-"out fp32" is the same call with `out` in float32: what is left where the result isn't rounded to
-the inputs' dtype. Beside fp8 caches the query is float32, and SDPA is given the widened numbers.
+The column "out fp32" is the same call with `out` in float32. Its error is what is left if the
+result isn't rounded to the inputs' dtype. Beside fp8 caches the query is float32, and SDPA is
+given the widened numbers.
 
-* **Longer is hardly worse.** Partitions of 1,024 tokens are summed each on its own and their sums
-  merged, so the error grows more slowly than SDPA's, and on most rows stays where it is.
-* **Half precision costs its own rounding**, of inputs and of the result, and nothing beside: with
+* **A longer context is hardly worse.** The kernel sums each partition of 1,024 tokens on its own
+  and merges the sums. So its error grows more slowly than SDPA's, and on most rows not at all.
+* **Half precision costs its own rounding**, of inputs and of the result, and nothing else. With
   `out` in float32 an fp16 cache is as good as an fp32 one.
-* **Large logits lose what float32 can't hold of them**: a logit of 1e4 is known to 1e-3, and its
-  exponential to a part in 1,000, whoever computes it.
-* **Never worse than SDPA's** where that means something: one float32 step of the largest value is
-  {step:.1e}, and of two errors below it, or within a tenth of each other, chance decides which is
-  smaller. A test holds the kernel to it on the shorter contexts, and this table on all.
+* **Large logits lose what float32 can't hold of them.** A logit of 1e4 is known to 1e-3, so its
+  exponential is known to a part in 1,000, whoever computes it.
+* **The kernel is never worse than SDPA** where that means something. One float32 step of the
+  largest value is {step:.1e}. Of two errors below it, or within a tenth of each other, chance
+  decides which is smaller. Tests hold the kernel to this on the shorter contexts, and the table
+  on all of them.
 
-The data: keys, values and newest queries of [SmolLM2](../notebooks/data/README.md) reading its
-{tokens:,} tokens, once or as often as the context needs; noise; and what is hard on a softmax:
+The first rows are a real model's: the keys, values and newest queries of
+[SmolLM2](../notebooks/data/README.md) after a text of {tokens:,} tokens, which is repeated where
+the context is longer. Then comes noise, and then what is hard on a softmax:
 {meanings}
 """
 FLOAT32_STEP = torch.finfo(torch.float32).eps
 
 
-CHANCE = 1.1  # the order in which a CPU sums: it moves such a mean by a few per cent
+CHANCE = 1.1  # The order in which a CPU sums moves such a mean by a few per cent.
 
 
 def report():
@@ -199,7 +203,7 @@ def report():
 
 
 def _wide(dtype, cell):
-    """A cell that only half precision has: elsewhere the result is float32 anyway."""
+    """A cell that only half precision has, because elsewhere the result is float32 anyway."""
     return [cell] if dtype in (torch.float16, torch.bfloat16) else []
 
 

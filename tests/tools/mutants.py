@@ -1,8 +1,8 @@
 """Do the tests notice? Put one fault at a time into a copy of the project, and run the tests that
 ought to fail: python tests/tools/mutants.py
 
-The faults are in `faults.py`. A line a fault: whether it was noticed, in how many seconds, and by
-which test. The exit status is 0, or 1 if a fault was missed.
+The faults are in `mutations.py`. Each gets a line, which says whether it was noticed, in how many
+seconds, and by which test. The exit status is 0, or 1 if a fault was missed.
 
     --only WORD   the faults whose name, file or target holds WORD, lower case or not
     --json FILE   the results, too, written anew after each fault
@@ -24,7 +24,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from faults import FAULTS
+from mutations import FAULTS
 from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parents[2]

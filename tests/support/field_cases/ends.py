@@ -46,7 +46,7 @@ def test_nan_and_inf_in_the_last_page_never_reach_the_result(judge, layout, path
     for dense in each_dtype(uniform([13]), judge.device):
         clean = paged(dense, 4, layout, poison=(0.0, 0.0), device=judge.device)
         zeroed = check(judge, path, layout, dense, clean, 6.0, 2.5649494)
-        for poison in ((NAN, NAN), (INF, -INF), (0.5, NAN)):
+        for poison in ((NAN, NAN), (INF, -INF), (-INF, INF), (6e4, -6e4), (0.5, NAN)):
             pool = paged(dense, 4, layout, poison=poison, device=judge.device)
             outs = check(judge, path, layout, dense, pool, 6.0, 2.5649494)
             for out, other in zip(outs, zeroed):

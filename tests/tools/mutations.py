@@ -27,8 +27,8 @@ def of(folder, *targets):
     return fault
 
 
-T = "tests/test_"
-DECODE, PLAN, ISOLATION = f"{T}decode.py", f"{T}plan.py", f"{T}isolation.py"
+T = "tests/kernel/test_"
+DECODE, PLAN, ISOLATION = f"{T}decode.py", f"{T}plan.py", f"{T}invariance.py"
 INVARIANCE, DIFFERENTIAL = f"{T}invariance.py", f"{T}differential.py"
 FIELD_CASES, AROUND = f"{T}field_cases.py", f"{T}surroundings.py"
 MALFORMED, MALFORMED_OUT, PARTITION = (
@@ -36,7 +36,11 @@ MALFORMED, MALFORMED_OUT, PARTITION = (
     f"{T}malformed_out.py",
     f"{T}partition.py",
 )
-MALFORMED_PLANS, COST, MEASURE = f"{T}malformed_plans.py", f"{T}cost.py", f"{T}measure.py"
+MALFORMED_PLANS, COST, MEASURE = (
+    f"{T}malformed_plans.py",
+    "tests/cost",
+    "tests/measure/test_measure.py",
+)
 
 kernel = of("paged_attention/kernel/", DECODE, PLAN, DIFFERENTIAL)
 KERNEL = [
@@ -129,8 +133,18 @@ KERNEL = [
     kernel(
         "softcap comes after ALiBi's bias",
         "mask.py",
-        "    if softcap is not None:\n        logits.div_(softcap).tanh_().mul_(softcap)  # each reads and writes the logits\n    if slopes is not None and mask.bias_distance is not None:\n        distance = mask.bias_distance\n        _by_head(logits, distance).addcmul_(distance.unsqueeze(1), slopes, value=-1)\n",
-        "    if slopes is not None and mask.bias_distance is not None:\n        distance = mask.bias_distance\n        _by_head(logits, distance).addcmul_(distance.unsqueeze(1), slopes, value=-1)\n    if softcap is not None:\n        logits.div_(softcap).tanh_().mul_(softcap)\n",
+        """    if softcap is not None:
+        logits.div_(softcap).tanh_().mul_(softcap)  # each reads and writes the logits
+    if slopes is not None and mask.bias_distance is not None:
+        distance = mask.bias_distance
+        _by_head(logits, distance).addcmul_(distance.unsqueeze(1), slopes, value=-1)
+""",
+        """    if slopes is not None and mask.bias_distance is not None:
+        distance = mask.bias_distance
+        _by_head(logits, distance).addcmul_(distance.unsqueeze(1), slopes, value=-1)
+    if softcap is not None:
+        logits.div_(softcap).tanh_().mul_(softcap)
+""",
         FIELD_CASES + " -k softcap",
         DIFFERENTIAL,
     ),
@@ -168,7 +182,10 @@ KERNEL = [
         "a sink is merged once per partition, too",
         "phase1.py",
         "s.index_copy_(0, wave.state_rows, wave_s.view(-1, 1))",
-        "s.index_copy_(0, wave.state_rows, wave_s.view(-1, 1) if options.sinks is None else (wave_s.view(wave.num_items, shape.num_heads, -1) + (options.sinks.float().view(-1, 1) - wave_m.view(wave.num_items, shape.num_heads, -1)).exp()).view(-1, 1))",
+        "s.index_copy_(0, wave.state_rows, wave_s.view(-1, 1) if options.sinks is None "
+        "else (wave_s.view(wave.num_items, shape.num_heads, -1) + (options.sinks.float("
+        ").view(-1, 1) - wave_m.view(wave.num_items, shape.num_heads, -1)).exp()).view("
+        "-1, 1))",
         FIELD_CASES + " -k sink",
     ),
     # -- phase 1
@@ -326,8 +343,8 @@ KERNEL = [
     kernel(
         "the merge writes a row past its memory",
         "step.py",
-        "floats(seqs * rows + 1, 1, columns)",
-        "floats(seqs * rows, 1, columns)",
+        "declare(float32, seqs * rows + 1, 1, columns)",
+        "declare(float32, seqs * rows, 1, columns)",
         DECODE,
         PLAN,
         DIFFERENTIAL,
@@ -344,7 +361,7 @@ KERNEL = [
         DIFFERENTIAL,
         ISOLATION,
         INVARIANCE,
-        f"{T}kernel_cost.py",
+        "tests/cost",
     ),
     kernel(
         "a workspace never grows",
@@ -446,7 +463,7 @@ KERNEL = [
 ]
 
 # The state machine shrinks what it finds for up to a minute: the plain tests come first.
-CACHE_TESTS = f"{T}cache.py"
+CACHE_TESTS = "tests/test_cache.py"
 cache = of("paged_attention/", CACHE_TESTS + " -k 'not AgainstAModel'", CACHE_TESTS)
 CACHE = [
     cache(
@@ -486,7 +503,7 @@ CACHE = [
         "self._values[0, copy] = self._values[0, block]",
         CACHE_TESTS + " -k 'not AgainstAModel'",
         CACHE_TESTS,
-        f"{T}hf.py",
+        "tests/clients/test_hf.py",
     ),
     cache(
         "slots are off by one in their block",
@@ -519,15 +536,15 @@ REFERENCE = [
     judge(
         "the reference forgets v_scale",
         "reference.py",
-        "v = value[slots].view(meaning).double() * v_scale",
-        "v = value[slots].view(meaning).double()",
+        "v = value[slots].view(dtype).double() * v_scale",
+        "v = value[slots].view(dtype).double()",
         f"{T}decode.py -k reference",
         FIELD_CASES + " -k fp8",
         DIFFERENTIAL,
     ),
 ]
 
-stage = of("paged_attention/stages/", f"{T}stages.py")
+stage = of("paged_attention/stages/", "tests/stages")
 STAGES = [
     stage(
         "naive_loops drops the last partition",
@@ -574,7 +591,7 @@ STAGES = [
     ),
 ]
 
-measuring = of("paged_attention/", MEASURE)
+measuring = of("paged_attention/measure/", MEASURE)
 MEASURING = [
     measuring(
         "nonzero doesn't count as a host read",
@@ -585,15 +602,15 @@ MEASURING = [
     measuring("baddbmm doesn't count as a GEMM", "counting.py", '"bmm", "baddbmm",', '"bmm",'),
     measuring(
         "memory that was given back still counts towards the peak",
-        "counting.py",
+        "storages.py",
         "self._live_bytes -= self._live.pop(address).size",
         "self._live.pop(address)",
     ),
     measuring(
         "the floor reads half of the bytes it says",
-        "measure.py",
-        "rows = -(-num_bytes // (2 * 4 * _FLOOR_COLUMNS))",
-        "rows = -(-num_bytes // (4 * 4 * _FLOOR_COLUMNS))",
+        "yardstick.py",
+        "rows = -(-num_bytes // (2 * 4 * _COLUMNS))",
+        "rows = -(-num_bytes // (4 * 4 * _COLUMNS))",
     ),
     measuring(
         "a time ends before the device has done its work",
@@ -604,15 +621,15 @@ MEASURING = [
     ),
     measuring(
         "an operation's reads are predicted once, however often it runs",
-        "tape.py",
-        "step.bytes_read += times * sum(",
-        "step.bytes_read += sum(",
+        "../cost/trace.py",
+        "        step.bytes_read += read\n",
+        "        step.bytes_read = read\n",
         COST,
     ),
 ]
 
-vllm = of("paged_attention/vllm/", f"{T}vllm_ops.py")
-PLUGIN = f"{T}vllm_plugin.py"
+vllm = of("paged_attention/vllm/", "tests/clients/test_vllm_ops.py")
+PLUGIN = "tests/clients/test_vllm_plugin.py"
 VLLM = [
     vllm(
         "scratch is written in the partition that begins at a sequence's end",
@@ -660,46 +677,46 @@ VLLM = [
     ),
 ]
 
-model = of("paged_attention/", f"{T}hf.py")
-FAMILIES = f"{T}hf_families.py -k logits_of_a_ragged"
+model = of("paged_attention/hf/", "tests/clients/test_hf.py")
+FAMILIES = "tests/clients/test_hf_families.py -k logits_of_a_ragged"
 HF = [
     model(
         "padding is written and seen",
-        "hf_attention.py",
-        "new = _new_tokens(cache, num_rows, q_len, tokens) & live",
-        "new = (_new_tokens(cache, num_rows, q_len, tokens) | True) & live",
+        "attention.py",
+        "    new = is_token[:, -q_len:]\n",
+        "    new = is_token[:, -q_len:] | True\n",
     ),
     model(
         "a prompt's first piece sees what follows it",
-        "hf_attention.py",
-        "lens = (self.lens - (self.q_len - end)).clamp_min_(0)",
+        "attention.py",
+        "lens = (self.lens - (q_len - end)).clamp_min_(0)",
         "lens = self.lens.clone()",
-        f"{T}hf_smollm2.py",
+        "tests/clients/test_hf_smollm2.py",
     ),
     model(
         "a model's window is dropped",
-        "hf_attention.py",
+        "attention.py",
         "window=window,",
         "window=None,",
         FAMILIES,
     ),
     model(
         "a model's scaling is ignored",
-        "hf_attention.py",
-        "scale=scaling,",
-        "scale=None,",
+        "attention.py",
+        '"scale": scaling,',
+        '"scale": None,',
         FAMILIES,
     ),
     model(
         "a row that finished keeps its blocks",
-        "hf.py",
+        "cache.py",
         "        self._empty(self.seq_ids[row])",
         "        pass",
     ),
 ]
 
 NAIVE = "notebooks/01_naive_loops.ipynb"
-notebook = of("", f"{T}notebooks.py")
+notebook = of("", "tests/notebooks/test_notebooks.py")
 NOTEBOOKS = [
     notebook(
         "a stage's cell differs from its file",
@@ -719,14 +736,14 @@ NOTEBOOKS = [
         "paged_attention/lesson.py",
         "if not _OPERATORS[op](value, bound):",
         "if False:",
-        f"{T}lesson.py",
+        "tests/test_lesson.py",
     ),
     notebook(
         "an exercise takes any answer",
         "paged_attention/lesson.py",
         "    if not right:",
         "    if False:",
-        f"{T}notebook_exercises.py -k not_tried",
+        "tests/notebooks/test_notebook_runs.py",
     ),
 ]
 

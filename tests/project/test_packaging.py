@@ -1,0 +1,103 @@
+"""What is installed, under which versions, and what no file may hold."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+
+
+def read(name):
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def project():
+    tomllib = pytest.importorskip("tomllib", reason="tomllib comes with Python 3.11")
+    return tomllib.loads(read("pyproject.toml"))["project"]
+
+
+def test_the_dependencies_are_torch_and_numpy_alone(project):
+    assert project["dependencies"] == ["torch>=2.1", "numpy"]
+    assert project["requires-python"] == ">=3.10"
+    assert project["license"] == "Apache-2.0"
+    assert "Apache License" in read("LICENSE") and "Version 2.0, January 2004" in read("LICENSE")
+
+
+def test_the_version_is_one(project):
+    latest = re.search(r"^## (\S+)", read("CHANGELOG.md"), re.MULTILINE)[1]
+    in_code = re.search(r'^__version__ = "(.*)"$', read("paged_attention/__init__.py"), re.M)[1]
+    assert project["version"] == latest == in_code
+
+
+def test_conda_gets_what_pip_gets(project):
+    extras = project["optional-dependencies"]
+    wanted = [*project["dependencies"], *extras["notebooks"], *extras["dev"]]
+    wanted.append(f"python{project['requires-python']}")
+    environment = yaml.safe_load(read("environment.yml"))
+    listed = [d for d in environment["dependencies"] if isinstance(d, str) and d != "pip"]
+    assert sorted(listed) == sorted(re.sub(r"^torch\b", "pytorch", w) for w in wanted)
+    [by_pip] = [d["pip"] for d in environment["dependencies"] if isinstance(d, dict)]
+    assert by_pip == ["-e .[notebooks,dev]"]
+    assert environment["channels"][0] == "conda-forge"
+
+
+def test_the_makefiles_versions_fulfil_the_projects_bounds(project):
+    def numbers(version):
+        return [int(n) for n in re.findall(r"\d+", version)]
+
+    pinned = dict(re.findall(r"^([\w.-]+)==(\S+)$", read("constraints.txt"), re.MULTILINE))
+    pinned = {re.sub(r"[-_.]+", "-", name).lower(): version for name, version in pinned.items()}
+    extras = project["optional-dependencies"].values()
+    for wanted in [*project["dependencies"], *(w for extra in extras for w in extra)]:
+        name, _, least = wanted.partition(">=")
+        assert numbers(pinned[name]) >= numbers(least or "0"), wanted
+    assert pinned["torch"] == "2.13.0"
+
+
+def test_badges_lead_to_the_projects_own_addresses_or_are_absent(project):
+    """A badge is a picture behind a link; without project.urls there is nowhere to link to."""
+    urls = project.get("urls", {}).values()
+    texts = [read("README.md"), *(p.read_text() for p in (ROOT / "notebooks").glob("*.ipynb"))]
+    for target in re.findall(r"\[!\[[^]]*\]\([^)]*\)\]\(([^)]*)\)", "\n".join(texts)):
+        assert any(url.split("//")[-1] in target for url in urls), target
+
+
+# -- what no file may hold
+
+MACHINES = ["home/", "root/", "Users/", "work/", "tmp/ipykernel"]
+PRIVATE = re.compile(
+    r"(?<![\w.:/*])/(?:" + "|".join(MACHINES) + r")\w*|(?<!\w)(?:\.\./)*sha" + r"red/\w"
+)
+
+
+def tracked_files():
+    """What git tracks, or would if it were added."""
+    if not (ROOT / ".git").exists():
+        pytest.skip("this is no git clone")
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    return [line for line in listed.stdout.splitlines() if (ROOT / line).is_file()]
+
+
+def test_no_file_names_a_path_of_a_machine():
+    found = {}
+    for name in tracked_files():
+        if name.endswith((".png", ".npz")) or ROOT / name == Path(__file__):
+            continue
+        text = re.sub(r'"image/png": "[^"]*"', "", read(name))
+        if match := PRIVATE.search(text):
+            found[name] = match.group()
+    assert found == {}
+    for example in ("/ho" + "me/me/x.py", "at /ro" + "ot/x", "sha" + "red/notes.md"):
+        assert PRIVATE.search(example)
+
+
+def test_nothing_that_git_should_ignore_is_tracked():
+    unwanted = re.compile(r"__pycache__|\.ipynb_checkpoints|\.venv|\.egg-info|\.ruff_cache")
+    assert [name for name in tracked_files() if unwanted.search(name)] == []
