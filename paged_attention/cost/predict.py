@@ -21,6 +21,7 @@ import torch
 from paged_attention.cost.shape import Shape
 from paged_attention.cost.trace import Step, Trace, Tracer, extrapolated
 from paged_attention.kernel.call import Inputs, check_call, check_values
+from paged_attention.kernel.checks import refuse
 from paged_attention.kernel.options import Options
 from paged_attention.kernel.partition import whole_blocks
 from paged_attention.kernel.plan import DecodePlan
@@ -82,11 +83,11 @@ def predict(name: str, shape: Shape, profile: DeviceProfile | None = None) -> Co
              cut short, but in a batch all loops run
     """
     if name not in NAMES:
-        raise ValueError(f"name={name!r} must be one of {', '.join(NAMES)}")
+        refuse("name", f"one of {', '.join(NAMES)}", repr(name))
     if name == KERNEL:
         return _cost(_kernel_trace(shape, (profile or PROFILES["cpu"]).wave_bytes), profile)
     if shape.layout != "vllm":
-        raise ValueError(f'layout={shape.layout!r} must be "vllm" for the stage {name}')
+        refuse("layout", '"vllm" for a stage', repr(shape.layout))
     return _cost(_stage_trace(name, shape), profile)
 
 

@@ -159,8 +159,8 @@ def is_traced(tensor: Tensor) -> bool:
 _own = threading.local()
 
 
-def default_workspace(device: torch.device) -> Workspace:
-    """The calling thread's workspace for a device and its current stream.
+def default_workspace(device: torch.device, purpose: str = "kernel") -> Workspace:
+    """The calling thread's workspace for a device, its current stream, and a purpose.
 
     On `meta`, which has no memory to keep, each call gets a new one. So a count there sees all
     that a first call allocates.
@@ -168,7 +168,7 @@ def default_workspace(device: torch.device) -> Workspace:
     if device.type == "meta":
         return Workspace(device)
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    own: dict[tuple, Workspace] = _own.__dict__.setdefault("by_stream", {})
-    if (device, stream) not in own:
-        own[device, stream] = Workspace(device)
-    return own[device, stream]
+    own: dict[tuple, Workspace] = _own.__dict__.setdefault("workspaces", {})
+    if (device, stream, purpose) not in own:
+        own[device, stream, purpose] = Workspace(device)
+    return own[device, stream, purpose]

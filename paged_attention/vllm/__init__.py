@@ -1,5 +1,7 @@
-"""For vLLM: its attention operations on this package's kernel, and a plugin that puts them where a
-build of vLLM has none. Nothing of vLLM is imported until the plugin is asked to register.
+"""vLLM's attention operations on this package's kernel, and a plugin for vLLM.
+
+The plugin puts them where a build of vLLM has none. Nothing of vLLM is imported before the plugin
+is asked to register.
 
     attention.py  paged_attention_v1, paged_attention_v2    choice.py    when V2 is worth it
     states.py     what V2 leaves behind, merge_attn_states  dispatch.py  forward_decode

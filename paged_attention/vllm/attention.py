@@ -17,7 +17,7 @@ from paged_attention.kernel.shape import StepShape
 from paged_attention.kernel.workspace import default_workspace, is_traced
 from paged_attention.vllm.choice import PARTITION_SIZE, partition_size
 from paged_attention.vllm.scales import CacheOptions, cache_options
-from paged_attention.vllm.states import check_scratch, write_states
+from paged_attention.vllm.states import Scratch, check_scratch, write_states
 
 
 def paged_attention_v1(
@@ -134,11 +134,11 @@ def paged_attention_v2(
         partition_size=partition_size(),
     )
     plan, call = planned
-    scratch = exp_sum, max_logits, tmp_out
-    check_scratch(*scratch, out, max_seq_len, plan.partition_size)
+    scratch = Scratch(exp_sum, max_logits, tmp_out)
+    check_scratch(scratch, out, max_seq_len, plan.partition_size)
     workspace = default_workspace(query.device)
     plan.run_checked(call, out, workspace, False)
-    write_states(plan, workspace, seq_lens, call.options.v_scale, *scratch)
+    write_states(plan, workspace, seq_lens, call.options.v_scale, scratch)
 
 
 class _Planned(NamedTuple):

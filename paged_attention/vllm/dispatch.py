@@ -1,51 +1,64 @@
-"""PagedAttention.forward_decode with the choice between V1 and V2 put back in."""
+"""vLLM's PagedAttention.forward_decode, with the choice between V1 and V2 put back in."""
+
+from __future__ import annotations
 
 import dis
 import functools
 import inspect
-import threading
+from collections.abc import Callable
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from paged_attention.kernel.partition import ceil_div
-from paged_attention.kernel.workspace import Buffers, Workspace
+from paged_attention.kernel.workspace import Buffers, default_workspace
 from paged_attention.vllm.choice import PARTITION_SIZE, partition_size
+from paged_attention.vllm.states import Scratch
 
-# What forward_decode is given and the operations want, in the operations' order.
+# The operations' arguments that forward_decode is given, in the operations' order. The operations
+# also take block_size, between the first two lists.
 BEFORE = "query key_cache value_cache num_kv_heads scale block_tables seq_lens".split()
-AFTER = "max_seq_len alibi_slopes kv_cache_dtype k_scale v_scale".split()  # after block_size
+AFTER = "max_seq_len alibi_slopes kv_cache_dtype k_scale v_scale".split()
 BLOCKSPARSE = (
     "tp_rank blocksparse_local_blocks blocksparse_vert_stride blocksparse_block_size "
     "blocksparse_head_sliding_step"
-).split()  # from 0.5.3 on; all or none
+).split()  # from 0.5.3 on, all of them or none
 
 
-def always_takes_v1(forward_decode):
-    """Whether it calls V1 whatever the lengths are: it sets `use_v1 = True` in the end, under no
-    condition, or knows no V2.
+def always_takes_v1(forward_decode: Callable) -> bool:
+    """Whether a port's forward_decode calls V1 whatever the lengths are.
 
-    Told from its bytecode: a call would launch a kernel.
+    It does if it knows no V2. It also does if the last value that it gives to `use_v1` is True,
+    and no condition stands before that, as in CoreX's vLLM 0.6.3. The bytecode tells. Calling the
+    function to find out would launch a kernel.
     """
     code = inspect.unwrap(forward_decode).__code__
     if "paged_attention_v1" in code.co_names and "paged_attention_v2" not in code.co_names:
         return True
     steps = list(dis.get_instructions(code))
-    last = store = None
-    for value, step in zip(steps, steps[1:]):
+    value, store = None, 0
+    for before, step in zip(steps, steps[1:]):
         if step.opname == "STORE_FAST" and step.argval == "use_v1":
-            last, store = value, step.offset
-    if last is None or last.opname != "LOAD_CONST" or last.argval is not True:
+            value, store = before, step.offset
+    if value is None or value.opname != "LOAD_CONST" or value.argval is not True:
         return False
+    # A jump over the assignment means that an `if` stands around it.
     jumps = [step for step in steps if step.opcode in {*dis.hasjrel, *dis.hasjabs}]
-    return not any(step.offset < store < step.argval for step in jumps)  # an `if` around it
+    return not any(step.offset < store < step.argval for step in jumps)
 
 
-def choosing(forward_decode, ops, takes_v2):
-    """A forward_decode that asks takes_v2(max_seq_len, num_seqs, num_heads) each time.
+def with_choice(
+    forward_decode: Callable, ops: Any, takes_v2: Callable[[int, int, int], bool]
+) -> Callable:
+    """A forward_decode that chooses between V1 and V2 in each step.
 
-    Args:    forward_decode: the port's own, which goes on serving V1 where it always did
-             ops: the module whose paged_attention_v1 and _v2 are called, as they are then
-    Raises:  ValueError: it lacks an argument of vLLM's forward_decode, 0.5.3 to 0.11
+    Args:    forward_decode: the port's own. If it always takes V1, it goes on serving the steps
+                   that V1 gets
+             ops: the module whose paged_attention_v1 and paged_attention_v2 are looked up in each
+                   step
+             takes_v2: asked with max_seq_len, num_seqs and num_heads
+    Raises:  ValueError: forward_decode lacks an argument of vLLM's, 0.5.3 to 0.11
     Source:  vLLM vllm/attention/ops/paged_attn.py, PagedAttention.forward_decode
     """
     signature = inspect.signature(forward_decode)
@@ -56,10 +69,10 @@ def choosing(forward_decode, ops, takes_v2):
     blocksparse = [name for name in BLOCKSPARSE if name in signature.parameters]
 
     @functools.wraps(forward_decode)
-    def decode(*args, **kwargs):
-        given = signature.bind(*args, **kwargs)
-        given.apply_defaults()
-        given = given.arguments
+    def decode(*args, **kwargs) -> Tensor:
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        given = bound.arguments
         query, max_seq_len = given["query"], given["max_seq_len"]
         v2 = takes_v2(max_seq_len, *query.shape[:2])
         if always_v1 and not v2:
@@ -77,23 +90,24 @@ def choosing(forward_decode, ops, takes_v2):
     return decode
 
 
-def scratch(query, max_seq_len):
-    """V2's exp_sum, max_logits and tmp_out, in memory that is used again from step to step.
+def scratch(query: Tensor, max_seq_len: int) -> Scratch:
+    """Scratch tensors for V2, in memory that is used again in the next step.
 
-    As many partitions as there may be at 512 tokens, or at fewer if ours are smaller: a native V2
-    takes the memory for as much of it as it needs.
+    There is room for partitions of 512 tokens, which a native V2 has, or of ours if they are
+    smaller.
     """
     partitions = ceil_div(max_seq_len, min(PARTITION_SIZE, partition_size()))
     shape = (*query.shape[:2], partitions)
     buffers = _scratch_buffers(shape, query.shape[2], query.dtype)
-    buffers = _workspace(query.device).bind(buffers, query)
-    return buffers.exp_sum(), buffers.max_logits(), buffers.tmp_out()
+    # Not the kernel's own workspace, because the kernel runs while the scratch is in use.
+    buffers = default_workspace(query.device, purpose="scratch of V2").bind(buffers, query)
+    return Scratch(buffers.exp_sum(), buffers.max_logits(), buffers.tmp_out())
 
 
 class _ScratchBuffers(Buffers):
     """Args: shape: (num_seqs, num_heads, num_partitions)"""
 
-    def __init__(self, shape, head_size, dtype):
+    def __init__(self, shape: tuple[int, ...], head_size: int, dtype: torch.dtype) -> None:
         super().__init__()
         self.exp_sum = self.declare(torch.float32, *shape)
         self.max_logits = self.declare(torch.float32, *shape)
@@ -101,12 +115,3 @@ class _ScratchBuffers(Buffers):
 
 
 _scratch_buffers = functools.lru_cache(maxsize=16)(_ScratchBuffers)
-
-
-def _workspace(device):
-    """The calling thread's, for a device and its current stream."""
-    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    return _own.__dict__.setdefault((device, stream), Workspace(device))
-
-
-_own = threading.local()

@@ -1,107 +1,127 @@
-"""Partial states as vLLM keeps them: what V2 leaves in its scratch tensors, and their merge.
+"""Partial states as vLLM keeps them: what V2 leaves in its scratch tensors, and their merge."""
 
-Ours is (m, s, acc), unnormalised; vLLM's max_logits is m, its exp_sums s, its tmp_out acc / s.
-"""
+from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
+from paged_attention.kernel.checks import refuse, require_tensor
 from paged_attention.kernel.merge import merge_states
 from paged_attention.kernel.partition import ceil_div
-from paged_attention.vllm.partial import partial_states
+from paged_attention.kernel.plan import DecodePlan
+from paged_attention.kernel.workspace import Workspace
 
 
-def check_scratch(exp_sum, max_logits, tmp_out, out, max_seq_len, partition_size):
-    """ValueError or TypeError, unless the scratch tensors can take the states of such a step."""
-    least = ceil_div(max_seq_len, partition_size)
-    for name, tensor, lanes, dtypes in (
-        ("exp_sum", exp_sum, (), {torch.float32}),
-        ("max_logits", max_logits, (), {torch.float32}),
-        ("tmp_out", tmp_out, out.shape[2:], {torch.float32, out.dtype}),
-    ):
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{name} must be a tensor, got {tensor!r}")
-        if tensor.dtype not in dtypes:
-            raise TypeError(f"{name} must be {' or '.join(map(str, dtypes))}, got {tensor.dtype}")
-        if tensor.device != out.device:
-            raise ValueError(f"{name} must be on {out.device} like out, got {tensor.device}")
-        shape, wanted = tensor.shape, (*out.shape[:2], least, *lanes)
-        if len(shape) != len(wanted) or (*shape[:2], *shape[3:]) != (*wanted[:2], *wanted[3:]):
-            raise ValueError(f"{name} must be {wanted}, got {tuple(shape)}")
-        if shape[2] < least:
-            raise ValueError(
-                f"{name} must have room for the {least} partitions of {partition_size} that "
-                f"max_seq_len {max_seq_len} takes, got {tuple(shape)}"
-            )
+class Scratch(NamedTuple):
+    """V2's scratch: a state for each partition of each sequence and head.
+
+    Our states are (m, s, acc), and acc is not normalised. Here max_logits is m, exp_sum is s, and
+    tmp_out is acc / s.
+    """
+
+    exp_sum: Tensor  # (num_seqs, num_heads, num_partitions), float32
+    max_logits: Tensor  # like exp_sum
+    tmp_out: Tensor  # (num_seqs, num_heads, num_partitions, head_size), out's dtype or float32
+
+
+def check_scratch(scratch: Scratch, out: Tensor, max_seq_len: int, partition_size: int) -> None:
+    """Check that scratch tensors can take the states of such a step.
+
+    Raises:  TypeError, ValueError: the argument, its value, and what it should be
+    """
+    partitions = ceil_div(max_seq_len, partition_size)
+    for name, tensor in scratch._asdict().items():
+        lanes, dtypes = (), (torch.float32,)
+        if name == "tmp_out":
+            lanes, dtypes = out.shape[2:], (out.dtype, torch.float32)
+        require_tensor(name, tensor, dtypes, device=out.device, like="out")
+        shape, wanted = tuple(tensor.shape), (*out.shape[:2], partitions, *lanes)
+        if len(shape) != len(wanted) or shape[:2] + shape[3:] != wanted[:2] + wanted[3:]:
+            refuse(name, f"{wanted}", shape)
+        if shape[2] < partitions:
+            room = f"{partitions} partitions of {partition_size} that max_seq_len takes"
+            refuse(name, f"{wanted}, with room for the {room}", shape)
 
 
 @torch.no_grad()
-def write_states(plan, workspace, seq_lens, v_scale, exp_sum, max_logits, tmp_out):
+def write_states(
+    plan: DecodePlan,
+    workspace: Workspace,
+    seq_lens: Tensor,
+    v_scale: float | Tensor,
+    scratch: Scratch,
+) -> None:
     """Copy the states of the plan's last run into vLLM's scratch tensors.
 
-    Args:    v_scale: a float, or a tensor () or (num_kv_heads,): states are kept in units of the
-                   cached values
+    Args:    workspace: the run's, which no other plan has used since
+             v_scale: a float, or a tensor () or (num_kv_heads,). The states don't contain it yet
     """
-    seq_lens = seq_lens.to(exp_sum.device).view(-1, 1, 1)
-    for seqs, *state in partial_states(plan, workspace):
-        acc, s, m = (tensor.squeeze(2) for tensor in state)  # (seqs, num_heads, num_states, ...)
-        seqs = (
-            slice(None) if len(seqs) == plan.schedule.num_seqs else seqs
-        )  # a list would be copied over
-        attention = acc / s.unsqueeze(-1)
-        if isinstance(v_scale, torch.Tensor) and v_scale.dim():
-            by_kv_head = attention.unflatten(1, (len(v_scale), -1))
-            attention = (by_kv_head * v_scale.view(-1, 1, 1, 1)).flatten(1, 2)
-        else:
-            attention = attention * v_scale
-        # A capacity plan has partitions that lie past their sequence's end.
-        starts = torch.arange(m.shape[2], device=m.device) * plan.partition_size
-        live = starts < seq_lens[seqs]  # (seqs, 1, num_states)
-        place = seqs, slice(None), slice(m.shape[2])
-        for scratch, of_kind, seen in (
-            (exp_sum, s, live),
-            (max_logits, m, live),
-            (tmp_out, attention, live.unsqueeze(-1)),
+    schedule, shape = plan.schedule, plan.schedule.shape
+    buffers = workspace.bind(plan.buffers, schedule.arange)
+    seq_lens = seq_lens.to(scratch.exp_sum.device).view(-1, 1, 1)
+    if isinstance(v_scale, Tensor) and v_scale.dim():
+        v_scale = v_scale.repeat_interleave(shape.num_heads // len(v_scale)).view(-1, 1, 1)
+    for first_row, num_rows, first_state, num_states in schedule.segments:
+        first, num_seqs = first_row // shape.num_rows, num_rows // shape.num_rows
+        states = slice(first_state, first_state + num_rows * num_states)
+        m = buffers.m()[states].view(num_seqs, shape.num_heads, num_states)
+        acc_s = buffers.acc_s()[states].view(*m.shape, shape.state_columns)
+        acc, s = acc_s[..., : shape.head_size], acc_s[..., shape.head_size]
+        attention = acc / s.unsqueeze(-1) * v_scale  # (num_seqs, num_heads, num_states, head_size)
+        # A list of all sequences would only be copied to the device.
+        everything = num_seqs == schedule.num_seqs
+        seqs = slice(None) if everything else schedule.order[first : first + num_seqs]
+        # A capacity plan has partitions that lie past their sequence's end. vLLM leaves those.
+        starts = torch.arange(num_states, device=m.device) * plan.partition_size
+        live = starts < seq_lens[seqs]  # (num_seqs, 1, num_states)
+        place = seqs, slice(None), slice(num_states)
+        for tensor, of_kind, seen in (
+            (scratch.exp_sum, s, live),
+            (scratch.max_logits, m, live),
+            (scratch.tmp_out, attention, live.unsqueeze(-1)),
         ):
-            scratch[place] = torch.where(seen, of_kind.to(scratch.dtype), scratch[place])
+            tensor[place] = torch.where(seen, of_kind.to(tensor.dtype), tensor[place])
 
 
 def merge_attn_states(
-    output, prefix_output, prefix_lse, suffix_output, suffix_lse, output_lse=None
-):
+    output: Tensor,
+    prefix_output: Tensor,
+    prefix_lse: Tensor,
+    suffix_output: Tensor,
+    suffix_lse: Tensor,
+    output_lse: Tensor | None = None,
+) -> None:
     """Merge attention over a prefix with attention over the rest, into `output`.
 
     Args:    output, prefix_output, suffix_output: (num_tokens, num_heads, head_size), floating
-             prefix_lse, suffix_lse: (num_heads, num_tokens), natural log; infinite, of either
+             prefix_lse, suffix_lse: (num_heads, num_tokens), natural log. Infinite, of either
                    sign, where there was nothing to attend to
-             output_lse: None, or (num_heads, num_tokens), float32, where the merged one goes:
-                   -inf where both are infinite, and output is 0 there
+             output_lse: None, or (num_heads, num_tokens), float32, for the merged one. Where both
+                   are infinite it becomes -inf, and output 0
     Raises:  TypeError, ValueError: the argument, its value, and what it should be
     Source:  vLLM vllm/_custom_ops.py, merge_attn_states; csrc/attention/merge_attn_states.cu
+    Example: one token and one head. The prefix had 3 keys and the rest 1.
+        >>> prefix, rest = torch.full((1, 1, 8), 1.0), torch.full((1, 1, 8), 5.0)
+        >>> lses, output = torch.tensor([3.0, 1.0]).log().view(2, 1, 1), torch.empty(1, 1, 8)
+        >>> merge_attn_states(output, prefix, lses[0], rest, lses[1])
+        >>> output[0, 0, :2]  # 3/4 of 1 and 1/4 of 5
+        tensor([2., 2.])
     """
-    tensors = {
-        "prefix_output": prefix_output,
-        "prefix_lse": prefix_lse,
-        "suffix_output": suffix_output,
-        "suffix_lse": suffix_lse,
-        "output_lse": output_lse,
-        "output": output,
-    }
-    for name, tensor in tensors.items():
-        if name == "output_lse" and tensor is None:
-            continue
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{name} must be a tensor, got {tensor!r}")
-        shape = output.shape if name.endswith("output") else output.shape[1::-1]
-        if output.dim() != 3 or tensor.shape != shape:
-            wanted = "(num_tokens, num_heads, head_size)"
-            wanted = wanted if name.endswith("output") else "(num_heads, num_tokens)"
-            raise ValueError(
-                f"{name} must be {wanted} for output {tuple(output.shape)}, "
-                f"got {tuple(tensor.shape)}"
-            )
+    require_tensor("output", output)
+    if output.dim() != 3:
+        refuse("output", "(num_tokens, num_heads, head_size)", tuple(output.shape))
+    for name, tensor in (("prefix_output", prefix_output), ("suffix_output", suffix_output)):
+        require_tensor(name, tensor, shape=output.shape, like="output")
+    lses = {"prefix_lse": prefix_lse, "suffix_lse": suffix_lse, "output_lse": output_lse}
+    for name, tensor in lses.items():
+        if tensor is not None or name != "output_lse":
+            like = "the heads and tokens of output"
+            require_tensor(name, tensor, shape=output.shape[1::-1], like=like)
     outs = torch.stack([prefix_output.float(), suffix_output.float()])
-    lses = torch.stack([prefix_lse, suffix_lse]).transpose(1, 2)  # (2, num_tokens, num_heads)
-    merged, lse = merge_states(outs, lses.masked_fill(lses == torch.inf, -torch.inf))
+    stacked = torch.stack([prefix_lse, suffix_lse]).transpose(1, 2)  # (2, num_tokens, num_heads)
+    merged, lse = merge_states(outs, stacked.masked_fill(stacked == torch.inf, -torch.inf))
     output.copy_(merged)
     if output_lse is not None:
         output_lse.copy_(lse.t())

@@ -1,117 +1,110 @@
 """vLLM's reshape_and_cache: new keys and values into their slots of the paged caches."""
 
+from __future__ import annotations
+
 from numbers import Real
 
 import torch
+from torch import Tensor
 
-from paged_attention.kernel.checks import INTS
+from paged_attention.kernel.checks import INTS, refuse, require_floating, require_tensor
 from paged_attention.kernel.fp8 import element_dtype
-from paged_attention.kernel.layouts import cache_geometry, check_cache_dtypes, tokens_of
+from paged_attention.kernel.layouts import Geometry, cache_geometry, check_cache_dtypes, tokens_of
 from paged_attention.vllm.scales import cache_options
 
 
 @torch.no_grad()
 def reshape_and_cache(
-    key,
-    value,
-    key_cache,
-    value_cache,
-    slot_mapping,
-    kv_cache_dtype=None,
-    k_scale=None,
-    v_scale=None,
-):
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    kv_cache_dtype: str | None = None,
+    k_scale: float | Tensor | None = None,
+    v_scale: float | Tensor | None = None,
+) -> None:
     """Store tokens in vLLM's caches, in place.
 
     Args:    key, value: (num_tokens, num_kv_heads, head_size), floating
              key_cache: (num_blocks, num_kv_heads, head_size/x, block_size, x), x = 16 / itemsize
              value_cache: (num_blocks, num_kv_heads, head_size, block_size)
-             slot_mapping: (num_slots,), int32/int64, block id * block_size + offset; a negative
-                   slot is skipped. Tokens beyond num_slots are padding
-             kv_cache_dtype: None or "auto": converted to the caches' dtype, the scales are
-                   ignored, as by vLLM; "fp8", "fp8_e4m3" or "fp8_e5m2": caches of uint8
-             k_scale, v_scale: floats or tensors of one element or (num_kv_heads,): fp8 stores
-                   key / k_scale, and where that is too large the largest number there is
-    Raises:  TypeError, ValueError: the argument, its value, and what it should be; nothing is
-                   written. A slot beyond the pool is looked for on a CPU only: elsewhere it would
-                   cost a synchronisation
+             slot_mapping: (num_slots,), int32/int64, block id * block_size + offset. A negative
+                   slot is skipped, and so are the tokens beyond num_slots, which are padding
+             kv_cache_dtype: None or "auto" for caches that describe themselves. Tokens are
+                   converted to their dtype, and the scales are ignored, as vLLM ignores them.
+                   "fp8", "fp8_e4m3" or "fp8_e5m2" for caches of uint8
+             k_scale, v_scale: floats, or tensors of one element or (num_kv_heads,). fp8 caches
+                   store key / k_scale. What is too large for fp8 becomes its largest number
+    Raises:  TypeError, ValueError: the argument, its value, and what it should be. Nothing is
+                   written. A slot beyond the pool is found on a CPU only, because elsewhere
+                   looking for it would cost a synchronisation
     Source:  vLLM vllm/_custom_ops.py, reshape_and_cache; csrc/cache_kernels.cu
+    Example: three tokens into block 1, and the second one is skipped.
+        >>> key_cache, value_cache = torch.zeros(2, 1, 2, 16, 4), torch.zeros(2, 1, 8, 16)
+        >>> tokens, slots = torch.ones(3, 1, 8), torch.tensor([16, -1, 18])
+        >>> reshape_and_cache(tokens, tokens, key_cache, value_cache, slots)
+        >>> value_cache[1, 0, 0, :4]
+        tensor([1., 0., 1., 0.])
     """
     kv_cache_dtype, k_scale, v_scale = cache_options(kv_cache_dtype, k_scale, v_scale)
     check_cache_dtypes(key_cache, value_cache, kv_cache_dtype)
     geometry = cache_geometry(key_cache, value_cache, "vllm")
-    _check(key, value, key_cache, slot_mapping, geometry)
+    _check_tokens(key, value, slot_mapping, key_cache.device, geometry)
     num_slots = len(slot_mapping)
     if not num_slots or not geometry.num_blocks:
         return
-    # Nothing is read back to the host to find the slots to skip: a skipped token writes what the
-    # first kept one does, or if there is none, what slot 0 holds.
+    # Finding the slots to skip reads nothing back to the host. A skipped token writes the same as
+    # the first token that is kept. If none is, it writes what slot 0 holds already.
     kept = slot_mapping >= 0
     tokens = torch.arange(num_slots, device=kept.device)
     tokens = torch.where(kept, tokens, kept.int().argmax())
-    slots = slot_mapping[tokens].long()
-    place = slots.clamp(min=0) // geometry.block_size, slots.clamp(min=0) % geometry.block_size
-    meaning = element_dtype(key_cache.dtype, kv_cache_dtype)
-    if meaning.itemsize == 1:  # bytes are moved as bytes
+    slots = slot_mapping[tokens].long().clamp(min=0)
+    places = slots // geometry.block_size, slots % geometry.block_size
+    dtype, scales = element_dtype(key_cache.dtype, kv_cache_dtype), (None, None)
+    if dtype.itemsize == 1:  # fp8, whose bytes are moved as bytes
         key_cache, value_cache = key_cache.view(torch.uint8), value_cache.view(torch.uint8)
-        k_scale = _divisor("k_scale", k_scale, key)
-        v_scale = _divisor("v_scale", v_scale, key)
+        scales = _divisor("k_scale", k_scale, key), _divisor("v_scale", v_scale, key)
     caches = tokens_of(key_cache, value_cache, "vllm")  # each (num_blocks, block_size, ...)
-    for cache, new, scale in zip(caches, (key, value), (k_scale, v_scale)):
+    for cache, new, scale in zip(caches, (key, value), scales):
         new = new[tokens]
-        new = _saturated(new, scale, meaning) if meaning.itemsize == 1 else new.to(cache.dtype)
+        new = new.to(cache.dtype) if scale is None else _fp8_bytes(new, scale, dtype)
         new = new.reshape(num_slots, *cache.shape[2:])
         any_kept = kept.any().view(*[1] * new.dim())
-        cache.index_put_(place, torch.where(any_kept, new, cache[place]))
+        cache.index_put_(places, torch.where(any_kept, new, cache[places]))
 
 
-def _divisor(name, scale, key):
-    """A float, or (1 or num_kv_heads, 1), float32."""
-    if isinstance(scale, torch.Tensor):
+def _divisor(name: str, scale: object, key: Tensor) -> float | Tensor:
+    """A scale as a float, or as (1 or num_kv_heads, 1), float32."""
+    if isinstance(scale, Tensor):
         if scale.numel() != 1 and scale.shape != key.shape[1:2]:
-            raise ValueError(
-                f"{name} must have one element or shape ({key.shape[1]},), one per KV head, "
-                f"got shape {tuple(scale.shape)}"
-            )
+            rule = f"one element or of shape ({key.shape[1]},), one per KV head"
+            refuse(name, rule, f"shape {tuple(scale.shape)}")
         return scale.to(key.device, torch.float32).reshape(-1, 1)
     if isinstance(scale, bool) or not isinstance(scale, Real):
-        raise TypeError(f"{name} must be a number or a tensor, got {scale!r}")
+        refuse(name, "a number or a tensor", repr(scale), TypeError)
     return float(scale)
 
 
-def _saturated(tensor, scale, meaning):
-    """tensor / scale as bytes of a float8 dtype; what it can't hold becomes its largest."""
-    largest = torch.finfo(meaning).max
-    return (tensor.float() / scale).clamp(-largest, largest).to(meaning).view(torch.uint8)
+def _fp8_bytes(tensor: Tensor, scale: float | Tensor, dtype: torch.dtype) -> Tensor:
+    """tensor / scale in a float8 dtype, as uint8. What is too large becomes the largest number."""
+    largest = torch.finfo(dtype).max
+    return (tensor.float() / scale).clamp(-largest, largest).to(dtype).view(torch.uint8)
 
 
-def _check(key, value, key_cache, slot_mapping, geometry):
-    tensors = {"key": key, "value": value, "slot_mapping": slot_mapping}
-    for name, tensor in tensors.items():
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{name} must be a tensor, got {tensor!r}")
-        if tensor.device != key_cache.device:
-            raise ValueError(f"{name} must be on {key_cache.device}, got {tensor.device}")
-    for name in ("key", "value"):
-        shape = tuple(tensors[name].shape)
-        if not tensors[name].is_floating_point():
-            raise TypeError(f"{name} must be floating, got {tensors[name].dtype}")
-        wanted = (*key.shape[:1], geometry.num_kv_heads, geometry.head_size)
-        if shape != wanted:
-            raise ValueError(
-                f"{name} must be (num_tokens, num_kv_heads, head_size), {wanted} for key "
-                f"{tuple(key.shape)} and these caches, got {shape}"
-            )
-    if slot_mapping.dtype not in INTS:
-        raise TypeError(f"slot_mapping must be int32 or int64, got {slot_mapping.dtype}")
+def _check_tokens(
+    key: Tensor, value: Tensor, slot_mapping: Tensor, device: torch.device, geometry: Geometry
+) -> None:
+    """Check the tokens and their slots against caches of this geometry on this device."""
+    for name, tensor in (("key", key), ("value", value)):
+        require_floating(name, tensor)
+        shape = (*key.shape[:1], geometry.num_kv_heads, geometry.head_size)
+        require_tensor(name, tensor, shape=shape, device=device, like="key and the caches")
+    require_tensor("slot_mapping", slot_mapping, INTS, device=device, like="the caches")
     if slot_mapping.dim() != 1 or len(slot_mapping) > len(key):
-        raise ValueError(
-            f"slot_mapping must be (num_slots,), for {len(key)} tokens at most, "
-            f"got {tuple(slot_mapping.shape)}"
-        )
-    pool = geometry.num_blocks * geometry.block_size
-    if slot_mapping.is_cpu and len(slot_mapping) and int(slot_mapping.max()) >= pool:
-        raise ValueError(
-            f"slot_mapping must be below {pool}, the slots of the pool, "
-            f"got {int(slot_mapping.max())}"
-        )
+        rule = f"(num_slots,), for {len(key)} tokens at most"
+        refuse("slot_mapping", rule, tuple(slot_mapping.shape))
+    num_slots = geometry.num_blocks * geometry.block_size
+    if slot_mapping.is_cpu and len(slot_mapping) and slot_mapping.max() >= num_slots:
+        rule = f"below {num_slots}, the slots of the pool"
+        refuse("slot_mapping", rule, int(slot_mapping.max()))

@@ -27,7 +27,7 @@ from helpers import (
 from paged_attention import DecodePlan, Workspace, plan_decode
 from paged_attention.vllm.attention import paged_attention_v1, paged_attention_v2
 from paged_attention.vllm.choice import takes_v2, upstream_takes_v2
-from paged_attention.vllm.states import merge_attn_states, write_states
+from paged_attention.vllm.states import Scratch, merge_attn_states, write_states
 from paged_attention.vllm.writes import reshape_and_cache
 
 LENS = [1030, 0, 17, 600]
@@ -225,7 +225,7 @@ def test_a_capacity_plans_states_are_those_of_an_exact_plan():
     )
     workspace, scratch = Workspace(), scratch_for(dense.query, 3)
     plan.run(dense.query, *pool, workspace=workspace)
-    write_states(plan, workspace, pool.seq_lens, 1.0, *scratch)
+    write_states(plan, workspace, pool.seq_lens, 1.0, Scratch(*scratch))
     unused = past_the_end(LENS, 3, 512).expand(4, 6, 3)
     for ours, theirs in zip(scratch, exact):
         assert ours[unused].isnan().all()
@@ -456,7 +456,9 @@ def test_a_scratch_too_small_for_the_partition_size_is_refused(monkeypatch):
         scratch = list(scratch_for(dense.query, 5))
         scratch[short] = scratch[short][:, :, :4]
         name = ("exp_sum", "max_logits", "tmp_out")[short]
-        with pytest.raises(ValueError, match=f"{name} must have room for the 5 partitions of 256"):
+        with pytest.raises(
+            ValueError, match=f"{name} must be .* with room for the 5 partitions of 256"
+        ):
             paged_attention_v2(torch.empty_like(dense.query), *scratch, *given.values())
 
 
@@ -569,7 +571,7 @@ def test_a_query_of_rank_four_is_refused(version):
 @pytest.mark.parametrize(
     "place, tensor, words",
     [
-        (0, torch.zeros(1, 2, 1, dtype=torch.float64), "exp_sum must be torch.float32"),
+        (0, torch.zeros(1, 2, 1, dtype=torch.float64), "exp_sum must be float32"),
         (1, torch.zeros(1, 3, 1), r"max_logits must be \(1, 2, 1\)"),
         (1, None, "max_logits must be a tensor"),
         (2, torch.zeros(1, 2, 1, 16, dtype=torch.bfloat16), "tmp_out must be .*float16"),
@@ -760,7 +762,10 @@ def test_two_states_of_nothing_are_nothing(nothing):
 @pytest.mark.parametrize(
     "changed, words",
     [
-        ({"prefix_lse": torch.zeros(3, 2)}, r"prefix_lse must be \(num_heads, num_tokens\)"),
+        (
+            {"prefix_lse": torch.zeros(3, 2)},
+            r"prefix_lse must be \(2, 3\) like the heads and tokens of output",
+        ),
         ({"suffix_output": torch.zeros(3, 2, 4)}, "suffix_output must be"),
         ({"output": torch.zeros(6, 8)}, "must be"),
         ({"output_lse": 3}, "output_lse must be a tensor"),
