@@ -88,7 +88,7 @@ def test_a_run_with_its_defaults_touches_no_tracked_file(newcomer):
     copy, _ = newcomer
     assert git("status", "--porcelain", cwd=copy) == ""
     held = ["tests/bench/test_figures.py", "tests/project/test_readme.py"]
-    chosen = ["-k", "beside or readme or ladders or predicted_within"]
+    chosen = ["-k", "beside or ladders or predicted_within or measured_table"]
     done = python_in(copy, "pytest", "-q", "-p", "no:cacheprovider", *held, *chosen, timeout=300)
     assert done.returncode == 0, done.stdout
     assert " passed" in done.stdout
