@@ -1,4 +1,4 @@
-"""A run of a plan reads nothing back to the host and allocates nothing: a CUDA graph can hold it."""
+"""What a run of a plan promises: the bits of the call, no host read, no allocation."""
 
 from __future__ import annotations
 
