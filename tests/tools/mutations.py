@@ -659,8 +659,8 @@ VLLM = [
     vllm(
         "unregister leaves something behind",
         "plugin.py",
-        "while _kept:",
-        "while len(_kept) > 1:",
+        "while _replaced:",
+        "while len(_replaced) > 1:",
         PLUGIN,
     ),
     vllm(
