@@ -629,6 +629,7 @@ MEASURING = [
 ]
 
 vllm = of("paged_attention/vllm/", "tests/clients/test_vllm_ops.py")
+SCRATCH, WRITES = "tests/clients/test_vllm_scratch.py", "tests/clients/test_vllm_writes.py"
 PLUGIN = "tests/clients/test_vllm_plugin.py"
 VLLM = [
     vllm(
@@ -636,12 +637,17 @@ VLLM = [
         "states.py",
         "live = starts < seq_lens[seqs]",
         "live = starts <= seq_lens[seqs]",
+        SCRATCH,
     ),
     vllm(
         "exp_sum is relative to 0, not to the partition's largest logit",
         "states.py",
         "(scratch.exp_sum, s, live),",
         "(scratch.exp_sum, s * m.exp(), live),",
+<<<<<<< HEAD
+=======
+        SCRATCH,
+>>>>>>> clients
     ),
     vllm(
         "PAGED_ATTENTION_V2_MIN_LEN is ignored",
@@ -654,7 +660,7 @@ VLLM = [
         "dispatch.py",
         "return not any(step.offset < store < step.argval for step in jumps)",
         "return True or jumps",
-        PLUGIN,
+        "tests/clients/test_vllm_dispatch.py",
     ),
     vllm(
         "unregister leaves something behind",
@@ -668,12 +674,14 @@ VLLM = [
         "writes.py",
         "kept = slot_mapping >= 0",
         "kept = slot_mapping >= -1",
+        WRITES,
     ),
     vllm(
         "what fp8 can't hold becomes NaN",
         "writes.py",
         ".clamp(-largest, largest)",
         ".clamp(-2 * largest, 2 * largest)",
+        WRITES,
     ),
 ]
 
