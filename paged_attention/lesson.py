@@ -10,9 +10,9 @@ import difflib
 import inspect
 import itertools
 import linecache
-import operator
 import reprlib
 from collections.abc import Callable, Mapping
+from operator import eq, ge, gt, le, lt
 from types import ModuleType
 from typing import Any
 
@@ -29,13 +29,7 @@ SERIES = (
     "real_model",
 )
 
-_OPERATORS = {
-    "<": operator.lt,
-    "<=": operator.le,
-    "==": operator.eq,
-    ">=": operator.ge,
-    ">": operator.gt,
-}
+_OPERATORS = {"<": lt, "<=": le, "==": eq, ">=": ge, ">": gt}
 _VARIANTS = itertools.count(1)
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 from paged_attention.bench.arguments import COMMAND, parse, refuse
 from paged_attention.bench.captions import hardware, workload
+from paged_attention.bench.figures import draw
 from paged_attention.bench.files import refusal, write_json
 from paged_attention.bench.ladder import StepRun, describe
 from paged_attention.bench.memory import (
@@ -106,13 +107,9 @@ def _write(run: dict[str, Any], path: Path) -> None:
     write_json(path, run)
     print(f"\n{path}")
     try:
-        import matplotlib  # noqa: F401
+        print("\n".join(map(str, draw(path, run))))
     except ImportError:
         print(
             f"For its pictures: pip install -e .[notebooks], "
             f"then python -m paged_attention.bench.figures {path.parent}"
         )
-        return
-    from paged_attention.bench.figures import draw
-
-    print("\n".join(map(str, draw(path, run))))

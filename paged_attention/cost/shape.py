@@ -50,11 +50,11 @@ class Shape:
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of K and V together that the sequences' tokens hold: what the floor reads."""
+        """Bytes of K and V of all tokens, which is what the floor reads."""
         return 2 * sum(self.seq_lens) * self.num_kv_heads * self.head_size * self.dtype.itemsize
 
     def inputs(self) -> Inputs:
-        """Tensors of such a step: tables and lengths on the CPU, the others without data."""
+        """Tensors of such a step. Tables and lengths are on the CPU, the others have no data."""
         sizes = asdict(self)
         del sizes["partition_size"]
         return random_inputs(**sizes, device="meta")

@@ -15,7 +15,8 @@ from .layouts import tokens_of
 from .step import Step
 from .workspace import Buffer
 
-# On meta, torch 2.1's index_select would resize `out`. There, any copy has its shape and its cost.
+# On meta, torch 2.1's index_select gives `out` the shape of its source. So it gets a source of
+# the right shape there, because on meta only shapes matter.
 _META_RESIZES_OUT = torch.__version__.startswith("2.1.")
 
 
@@ -121,5 +122,5 @@ def _select_rows(rows: Tensor, row_ids: Tensor, out: Tensor) -> None:
 def select(source: Tensor, index: Tensor, out: Tensor) -> Tensor:
     """source[index] along the first dimension, into out."""
     if _META_RESIZES_OUT and out.is_meta:
-        return out.copy_(source[:1].expand_as(out))
+        source = source[:1].expand_as(out)
     return torch.index_select(source, 0, index, out=out)

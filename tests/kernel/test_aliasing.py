@@ -6,8 +6,9 @@ import random
 
 import pytest
 import torch
+from helpers import assert_same
 
-from paged_attention import paged_attention, reference_attention
+from paged_attention import Workspace, paged_attention, plan_decode, reference_attention
 from paged_attention.inputs import random_inputs
 from paged_attention.kernel.aliasing import overlap, overlaps_itself
 
@@ -47,25 +48,51 @@ def test_large_views_that_take_turns_are_told_apart():
 
 
 INPUTS = random_inputs([50, 7, 20], num_heads=6, num_kv_heads=2, head_size=16, layout="HND")
+SIZES = {"num_heads": 6, "num_kv_heads": 2, "head_size": 16, "block_size": 16}
 
 
-def overlapping(out):
-    """Calls that would write what they still have to read."""
-    return {
-        "query": {"query": out[:1].expand(3, 6, 16)},
-        "sinks": {"sinks": out.view(-1)[:1].expand(6)},
-        "alibi_slopes": {"alibi_slopes": out[0, 0, :1].expand(6)},
-    }
-
-
-@pytest.mark.parametrize("name", overlapping(torch.zeros(3, 6, 16)))
-def test_own_04_an_expanded_input_over_out_is_refused_by_name(name):
-    out = torch.randn(3, 6, 16)
+def refused(name, out, run=paged_attention, query=INPUTS.query, tensors=INPUTS[1:], **options):
     before = out.clone()
-    arguments = {"query": INPUTS.query, **overlapping(out)[name]}
     with pytest.raises(ValueError, match=f"out must not overlap {name}"):
-        paged_attention(arguments.pop("query"), *INPUTS[1:], layout="HND", out=out, **arguments)
-    assert torch.equal(out, before)
+        run(query, *tensors, out=out, **options)
+    assert_same(out, before)
+
+
+def test_own_04_an_expanded_input_over_out_is_refused_by_name():
+    out = torch.randn(3, 6, 16)
+    refused("query", out, query=out[:1].expand(3, 6, 16), layout="HND")
+    refused("sinks", out, sinks=out.view(-1)[:1].expand(6), layout="HND")
+    refused("alibi_slopes", out, alibi_slopes=out[0, 0, :1].expand(6), layout="HND")
+
+
+def test_out_over_a_part_of_an_input_is_refused_by_name():
+    memory = torch.randn(600)
+    query = memory[:288].view(3, 6, 16)
+    for first in (0, 1, 287):
+        refused("query", memory[first : first + 288].view(3, 6, 16), query=query, layout="HND")
+    table = memory[:12].view(torch.int32).view(3, 4).copy_(INPUTS.block_tables[:, :4])
+    lens = memory[12:15].view(torch.int32).copy_(INPUTS.seq_lens)
+    for name, first in (("block_tables", 11), ("seq_lens", 14)):
+        out = memory[first : first + 288].view(3, 6, 16)
+        refused(name, out, tensors=(*INPUTS[1:3], table, lens), layout="HND")
+
+
+@pytest.mark.parametrize(
+    "lengths", [{"seq_lens": [50, 7, 20]}, {"num_seqs": 3, "max_seq_len": 50}]
+)
+def test_out_in_the_workspace_is_refused_wherever_it_lies(lengths):
+    plan, workspace = plan_decode(**SIZES, layout="HND", **lengths), Workspace()
+    plan.run(*INPUTS, workspace=workspace)
+    [memory] = workspace.tensors()
+    memory.zero_()
+    for first in range(0, memory.numel() - 288, 997):
+        out = memory[first : first + 288].view(3, 6, 16)
+        refused("workspace", out, run=plan.run, workspace=workspace)
+
+
+def test_out_over_the_other_halves_of_an_inputs_elements_is_refused():
+    wide = torch.zeros(3, 6, 16)
+    refused("query", wide, query=wide.view(torch.float16)[..., 1::2], layout="HND")
 
 
 def beside():
@@ -77,6 +104,7 @@ def beside():
         "other rows": (rows[1::2], rows[2:3].expand(3, 6, 16), {}),
         "one head's lanes": (wide[..., :16], wide[:, :1, 16:].expand(3, 6, 16), {}),
         "sinks": (two[:, :6], INPUTS.query, {"sinks": two[0, 11, :1].expand(6)}),
+        "what follows": (wide.view(2, 3, 6, 16)[1], wide.view(2, 3, 6, 16)[0], {}),
     }
 
 
@@ -86,3 +114,11 @@ def test_own_04_an_expanded_input_beside_out_is_served(case):
     right, _ = reference_attention(query, *INPUTS[1:], layout="HND", **options)
     paged_attention(query, *INPUTS[1:], layout="HND", out=out, **options)
     assert (out - right).abs().max() < 2e-6
+
+
+def test_out_in_a_gap_of_a_large_pool_is_served():
+    key, value, gap = torch.randn(600, 3, 2, 16, 64).unbind(1)
+    query, out = torch.randn(1, 2, 64), gap[7, :, 0].view(1, 2, 64)
+    inputs = query, key, value, torch.tensor([[3, 5]]), torch.tensor([20])
+    paged_attention(*inputs, layout="HND", out=out)
+    assert (out - reference_attention(*inputs, layout="HND")[0]).abs().max() < 2e-6

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from faults import refused
 from helpers import (
     DTYPES,
     INF,
@@ -214,3 +215,31 @@ def test_a_sequence_cut_anywhere_merges_to_the_whole(layout, cuts, sharp):
     extra = rounding(dense)
     assert_close(out, whole[0].double(), extra=extra)
     assert_close(lse, whole[1].double(), extra=extra, what="lse")
+
+
+@pytest.mark.parametrize(
+    "outs, lses, words",
+    [
+        ((2, 3, 4), (2, 4), "lses 2, 4"),
+        ((2, 3, 4), (3, 3), "lses 3, 3"),
+        ((2, 3, 4), (2, 3, 1), "lses 2, 3, 1"),
+        ((4,), (), "outs 4"),
+    ],
+)
+def test_states_that_do_not_belong_together_are_refused(outs, lses, words):
+    with pytest.raises(ValueError) as caught:
+        merge_states(torch.zeros(outs), torch.zeros(lses))
+    name, shape = words.split(" ", 1)
+    assert name in str(caught.value) and shape in str(caught.value)
+
+
+def test_states_of_another_kind_are_refused():
+    outs, lses = torch.zeros(1, 3, 4), torch.zeros(1, 3)
+    for name, wrong, word in (
+        ("outs", outs.int(), "int32"),
+        ("outs", [outs], "list"),
+        ("lses", lses.long(), "int64"),
+        ("lses", [lses], "list"),
+        ("lses", lses.to("meta"), "meta"),
+    ):
+        refused(merge_states, {"outs": outs, "lses": lses, name: wrong}, name, (word,))

@@ -13,6 +13,7 @@ from paged_attention.inputs import random_inputs
 from paged_attention.measure import calibration, counting, timing
 from paged_attention.measure.counting import count
 from paged_attention.measure.profiles import PROFILES
+from paged_attention.measure.synchronization import device_measured
 from paged_attention.stages import STAGES
 
 quick = pytest.mark.quick
@@ -518,6 +519,18 @@ def test_cuda_stated_for_work_on_the_cpu_is_refused(x):
     with pytest.raises(ValueError, match="device='cuda', but fn works on cpu"):
         m.measure(lambda: X + 1, device=x)
     assert m.measure(lambda: X.to(x) + 1, min_seconds=0.01).device == "cuda:0"
+
+
+@quick
+def test_tensors_on_the_cpu_beside_a_devices_are_no_second_device():
+    assert device_measured(None, set()) == device_measured("cpu:0", {"cpu"}) == "cpu"
+    assert device_measured(None, {"cpu", "cuda:1"}) == "cuda:1"
+    assert device_measured("cuda:1", {"cpu", "cuda:1"}) == "cuda:1"
+    with pytest.raises(ValueError, match="fn works on cuda:0 and cuda:1: pass device="):
+        device_measured(None, {"cuda:0", "cuda:1"})
+    for touched in ({"cpu"}, {"cpu", "cuda:0"}):
+        with pytest.raises(ValueError, match="device='cuda:1', but fn works on c"):
+            device_measured("cuda:1", touched)
 
 
 @quick

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ast
 import json
-import re
-from itertools import chain
 from typing import NamedTuple
 
 IGNORED = "nbval-ignore-output"
@@ -76,7 +74,7 @@ def notebook_of(*cells) -> dict:
 
 CHECKS = {"check", "check_fails"}
 LESSON = CHECKS | {"show_diff", "exercise"}
-PRINTERS = {"print", "display", "pprint", "write"}  # write: sys.stdout.write
+PRINTERS = {"print", "display", "pprint"}
 
 
 def called(node: ast.AST) -> str | None:
@@ -92,10 +90,6 @@ def argument(call: ast.Call, position: int, keyword: str) -> ast.expr | None:
     return next((k.value for k in call.keywords if k.arg == keyword), None)
 
 
-def printed_by(call: ast.Call) -> list[ast.expr]:
-    return [*call.args, *(k.value for k in call.keywords if k.arg in {"sep", "end", None})]
-
-
 def displayed(cell: Cell) -> ast.expr | None:
     """The last expression, if Jupyter shows its value."""
     body = cell.tree.body
@@ -105,56 +99,38 @@ def displayed(cell: Cell) -> ast.expr | None:
     return None if called(value) in PRINTERS | LESSON else value
 
 
+def names_in(node: ast.AST | None, kind: type = ast.expr_context) -> set[str]:
+    """The names in a syntax tree. kind: ast.Store for those that are bound there."""
+    names = (n for n in ast.walk(node) if isinstance(n, ast.Name)) if node else ()
+    return {n.id for n in names if isinstance(n.ctx, kind)}
+
+
 def pieces(node: ast.expr):
     """The values that an expression's text is put together from."""
     if isinstance(node, ast.JoinedStr):
-        for part in node.values:
-            yield from pieces(part.value if isinstance(part, ast.FormattedValue) else part)
+        parts = node.values
     elif isinstance(node, (ast.Tuple, ast.List, ast.Set)):
-        yield from chain.from_iterable(map(pieces, node.elts))
-    elif isinstance(node, ast.Dict):
-        yield from chain.from_iterable(pieces(n) for n in (*node.keys, *node.values) if n)
+        parts = node.elts
     elif isinstance(node, ast.IfExp):
-        yield from chain(pieces(node.body), pieces(node.orelse), [node.test])
+        parts = [node.body, node.orelse, node.test]
     elif isinstance(node, ast.BoolOp):
-        yield from chain.from_iterable(map(pieces, node.values))
-    elif isinstance(node, (ast.Starred, ast.NamedExpr)):
-        yield from pieces(node.value)
-    elif isinstance(node, ast.Subscript) and isinstance(
-        node.value, (ast.Tuple, ast.List, ast.Dict)
+        parts = node.values
+    elif isinstance(node, (ast.FormattedValue, ast.Starred, ast.NamedExpr)):
+        parts = [node.value]
+    elif (
+        isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Add, ast.Mult)) and is_text(node)
     ):
-        yield from pieces(node.value)
-    elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod) and is_text(node.left):
-        yield ast.Constant(re.sub(r"%[-+ #0-9.*]*[a-zA-Z%]", "", literal_text(node.left)))
-        yield from pieces(node.right)
-    elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add) and is_text(node):
-        yield from chain(pieces(node.left), pieces(node.right))
-    elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult) and is_text(node):
-        yield from pieces(node.left if is_text(node.left) else node.right)
-    elif isinstance(node, ast.Call) and called(node) in {"str", "repr", "format", "ascii"}:
-        if isinstance(node.func, ast.Attribute):  # "{} ops".format(...)
-            yield ast.Constant(re.sub(r"{[^}]*}", "", literal_text(node.func.value)))
-        yield from chain.from_iterable(
-            map(pieces, [*node.args, *(k.value for k in node.keywords)])
-        )
-    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-        if is_text(node.func.value):  # " ".join(...), f"...".rjust(...)
-            yield from pieces(node.func.value)
-            if node.func.attr == "join":
-                yield from chain.from_iterable(map(pieces, node.args))
-        else:
-            yield node
+        parts = [node.left, node.right] if isinstance(node.op, ast.Add) else [node.left]
+    elif called(node) in {"str", "repr"}:
+        parts = node.args
+    elif called(node) == "join" and is_text(node.func.value):
+        parts = [node.func.value, *node.args]
     else:
-        yield node
+        return [node]
+    return [piece for part in parts for piece in pieces(part)]
 
 
 def is_text(node: ast.expr) -> bool:
     if isinstance(node, ast.BinOp):
         return is_text(node.left) or is_text(node.right)
-    return isinstance(node, ast.JoinedStr) or (
-        isinstance(node, ast.Constant) and isinstance(node.value, str)
-    )
-
-
-def literal_text(node: ast.expr) -> str:
-    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
+    return isinstance(node, ast.JoinedStr) or isinstance(getattr(node, "value", None), str)

@@ -1,4 +1,4 @@
-"""Which cells print what differs from machine to machine. Used by test_notebooks.py.
+"""Which cells print what differs from machine to machine.
 
 A time, a memory figure, a picture and a device's name belong in a cell that nbval ignores, and
 nothing else does. `misplaced` follows them from where they are imported, or read off a
@@ -9,49 +9,30 @@ from __future__ import annotations
 
 import ast
 
-from notebook_cells import CHECKS, PRINTERS, Cell, argument, called, displayed, pieces, printed_by
+from notebook_cells import CHECKS, PRINTERS, Cell, argument, called, displayed, names_in, pieces
 
 TIME, MEMORY, PICTURE, DEVICE = "time", "memory", "picture", "device"
-_MEASURE = "paged_attention.measure"
-ORIGINS = {  # the longest that fits counts
-    "time": TIME,
-    "timeit": TIME,
-    "paged_attention.timing": TIME,
-    "paged_attention.breakdown": TIME,
-    "paged_attention.compare": TIME,
-    _MEASURE: TIME,
-    f"{_MEASURE}.profiler_peak_bytes": MEMORY,
-    f"{_MEASURE}.allocator_peak_bytes": MEMORY,
-    f"{_MEASURE}.device_name": DEVICE,
-    f"{_MEASURE}.count": None,  # exact, and the same everywhere
-    f"{_MEASURE}.Counts": None,
-    f"{_MEASURE}.OpCounter": None,
-    f"{_MEASURE}.kv_bytes": None,
-    "matplotlib": PICTURE,
-    "IPython.display.Image": PICTURE,
-    "paged_attention.plots": PICTURE,
-    "paged_attention.lengths_plot": PICTURE,
-    "resource": MEMORY,
-    "psutil": MEMORY,
+MEASURE = "paged_attention.measure"
+PREDICTIONS = {"paged_attention.cost.predict", "paged_attention.cost.cost_of"}
+ORIGINS = {  # what modules and their functions give; the longest that fits counts
+    **dict.fromkeys(["time", "timeit", MEASURE], TIME),
+    **dict.fromkeys(["resource", "psutil"], MEMORY),
+    **dict.fromkeys(["matplotlib", "IPython.display.Image", "paged_attention.plots"], PICTURE),
     "platform": DEVICE,
+    f"{MEASURE}.device_name": DEVICE,
+    f"{MEASURE}.profiler_peak_bytes": MEMORY,
+    f"{MEASURE}.allocator_peak_bytes": MEMORY,
+    **dict.fromkeys([f"{MEASURE}.{name}" for name in ("count", "Counts", "OpCounter")], None),
+    f"{MEASURE}.kv_bytes": None,  # exact, and the same everywhere
 }
 ATTRIBUTES = {
-    "seconds": TIME,
-    "cold_seconds": TIME,
-    "spread": TIME,
-    "samples": TIME,
-    "runs": TIME,
-    "gb_per_second": TIME,
-    "max_memory_allocated": MEMORY,
-    "memory_allocated": MEMORY,
-    "__version__": DEVICE,
-    "cpu_count": DEVICE,
-    "get_num_threads": DEVICE,
-    "get_device_name": DEVICE,
-    "get_device_properties": DEVICE,
-    "is_available": DEVICE,
+    **dict.fromkeys(
+        ["seconds", "cold_seconds", "spread", "samples", "runs", "gb_per_second"], TIME
+    ),
+    **dict.fromkeys(["max_memory_allocated", "memory_allocated"], MEMORY),
+    **dict.fromkeys(["__version__", "cpu_count", "get_num_threads", "is_available"], DEVICE),
+    **dict.fromkeys(["get_device_name", "get_device_properties"], DEVICE),
 }
-PREDICT = "paged_attention.cost.predict"
 EXACT = {"ops", "gemms", "host_reads", "peak_bytes", "by_op"}  # counted, also in a Measurement
 
 
@@ -64,40 +45,36 @@ class Origins:
 
     def follow(self, statement):
         """Learn what a statement imports and binds, also inside loops and functions."""
-        held: dict[str, set[str]] = {}
         for _ in range(2):  # what is bound late in a loop may be used early in it
+            held: dict[str, set[str]] = {}
             for n in ast.walk(statement):
                 if isinstance(n, ast.Import):
                     for a in n.names:
                         top = a.name.split(".")[0]
                         self.imports[a.asname or top] = a.name if a.asname else top
                 elif isinstance(n, ast.ImportFrom):
-                    for a in n.names:
-                        self.imports[a.asname or a.name] = f"{n.module}.{a.name}"
-                for target, value in bindings(n):
-                    for name in {target} if isinstance(target, str) else names_in(target):
+                    self.imports |= {a.asname or a.name: f"{n.module}.{a.name}" for a in n.names}
+                for names, value in bindings(n):
+                    for name in names:
                         held.setdefault(name, set()).update(self.kinds(value))
-            self.names.update(held)
+            self.names |= held
 
     def origin(self, node) -> str:
         if isinstance(node, ast.Name):
             return self.imports.get(node.id, "")
-        if isinstance(node, ast.Attribute):
-            base = self.origin(node.value)
-            return base and f"{base}.{node.attr}"
-        return ""
+        base = self.origin(node.value) if isinstance(node, ast.Attribute) else ""
+        return base and f"{base}.{node.attr}"
 
     def kinds(self, node) -> set[str]:
         """Which of time, memory, picture and device an expression's value holds."""
         if isinstance(node, ast.Attribute) and node.attr in EXACT:
             return set()
-        if isinstance(node, ast.Attribute) and self.origin(called_by(node.value)) == PREDICT:
+        if isinstance(node, ast.Attribute) and self.origin(function_of(node.value)) in PREDICTIONS:
             # What is predicted of a published profile is the same everywhere.
             return set().union(*map(self.kinds, (*node.value.args, *node.value.keywords)))
         if isinstance(node, ast.Attribute) and node.attr in ATTRIBUTES:
             return {ATTRIBUTES[node.attr]}
-        origin = self.origin(node)
-        if origin:
+        if origin := self.origin(node):
             if origin.startswith("paged_attention.") and ".draw" in origin:
                 return {PICTURE}
             known = [o for o in ORIGINS if f"{origin}.".startswith(f"{o}.")]
@@ -111,63 +88,48 @@ class Origins:
         return found
 
 
-def called_by(node):
+def function_of(node):
     return node.func if isinstance(node, ast.Call) else None
 
 
-def names_in(target) -> set[str]:
-    return {n.id for n in ast.walk(target) if isinstance(n, ast.Name)}
-
-
 def bindings(n):
-    """(target, value) for whatever binds a name; a function's value is what it returns."""
-    if isinstance(n, ast.Assign):
-        yield from ((target, n.value) for target in n.targets)
-    elif isinstance(n, (ast.AugAssign, ast.AnnAssign, ast.NamedExpr)) and n.value:
-        yield n.target, n.value
+    """(names, value) for whatever binds names. A function's value is what it returns."""
+    if isinstance(n, (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.NamedExpr)) and n.value:
+        targets = n.targets if isinstance(n, ast.Assign) else [n.target]
+        yield set().union(*map(names_in, targets)), n.value
     elif isinstance(n, (ast.For, ast.comprehension)):
-        yield n.target, n.iter
+        yield names_in(n.target), n.iter
+    elif called(n) in {"append", "extend"}:
+        yield from ((names_in(n.func.value), value) for value in n.args)
     elif isinstance(n, ast.withitem) and n.optional_vars:
-        yield n.optional_vars, n.context_expr
+        yield names_in(n.optional_vars), n.context_expr
     elif isinstance(n, ast.FunctionDef):
-        for r in ast.walk(n):
-            if isinstance(r, ast.Return) and r.value:
-                yield n.name, r.value
-
-
-def printed_by_statement(statement) -> list[ast.expr]:
-    """What it prints, less what `check` keeps to itself."""
-    calls = [n for n in ast.walk(statement) if called(n) in PRINTERS]
-    return [p for c in calls for a in printed_by(c) for p in pieces(a)]
+        yield from (({n.name}, r.value) for r in ast.walk(n) if isinstance(r, ast.Return))
 
 
 def misplaced(cells: list[Cell]) -> list[str]:
     """Cells ignored without a reason, and cells compared that print what differs by machine."""
-    origins = Origins()
-    complaints = []
+    origins, complaints = Origins(), []
     for cell in cells:
-        printed, anywhere, tested = set(), set(), set()
+        printed, tested, anywhere = [], [], set()
         for statement in cell.tree.body:
             origins.follow(statement)
-            printed = printed.union(*map(origins.kinds, printed_by_statement(statement)))
             anywhere |= origins.kinds(statement)
             for n in ast.walk(statement):
                 if isinstance(n, ast.Assert):
-                    tested |= origins.kinds(n.test)
-                elif called(n) in CHECKS and argument(n, 1, "value"):
-                    tested |= origins.kinds(argument(n, 1, "value"))
-        last = displayed(cell)
-        if last is not None:
-            printed = printed.union(*map(origins.kinds, pieces(last)))
-        if cell.is_ignored:
-            if not (anywhere - {DEVICE}) and DEVICE not in printed:
-                complaints.append(
-                    f"cell {cell.number} is ignored, but times nothing, plots nothing "
-                    "and names no device"
-                )
-        elif printed:
-            what = " and ".join(sorted(printed))
-            complaints.append(f"cell {cell.number} is compared, but prints {what}")
-        if TIME in tested:
-            complaints.append(f"cell {cell.number} asserts a time: busy machines fail")
+                    tested.append(n.test)
+                elif called(n) in CHECKS:
+                    tested.append(argument(n, 1, "value"))
+                elif called(n) in PRINTERS:
+                    printed += [*n.args, *(k.value for k in n.keywords)]
+        printed += [displayed(cell)] if displayed(cell) else []
+        parts = (piece for value in printed for piece in pieces(value))
+        shown = set().union(*map(origins.kinds, parts))
+        where = f"cell {cell.number}"
+        if cell.is_ignored and not (anywhere - {DEVICE}) and DEVICE not in shown:
+            complaints.append(f"{where} is ignored, but prints no time, picture or device")
+        if shown and not cell.is_ignored:
+            complaints.append(f"{where} is compared, but prints {' and '.join(sorted(shown))}")
+        if TIME in set().union(*map(origins.kinds, tested)):
+            complaints.append(f"{where} asserts a time, and a busy machine fails")
     return complaints

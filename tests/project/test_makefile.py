@@ -42,7 +42,7 @@ def test_ci_runs_make_test_and_nothing_else():
 
 
 def test_make_test_runs_every_test_and_every_notebook():
-    recipe = re.search(r"^test:.*\n((?:\t.*\n)+)", MAKEFILE, re.MULTILINE)[1]
+    recipe = re.search(r"^test:.*\n((?:\t.*\n)+)", MAKEFILE.replace("\\\n", ""), re.M)[1]
     [command] = [line for line in recipe.splitlines() if "pytest -" in line]
     assert command.endswith("--nbval --nbval-current-env tests notebooks")
     settings = (ROOT / "pyproject.toml").read_text() + (ROOT / "tests/conftest.py").read_text()

@@ -33,7 +33,7 @@ INVARIANCE, DIFFERENTIAL = f"{T}invariance.py", f"{T}differential.py"
 FIELD_CASES, AROUND = f"{T}field_cases.py", f"{T}surroundings.py"
 MALFORMED, MALFORMED_OUT, PARTITION = (
     f"{T}malformed.py",
-    f"{T}malformed_out.py",
+    f"{T}aliasing.py",
     f"{T}partition.py",
 )
 MALFORMED_PLANS, COST, MEASURE = (
@@ -285,7 +285,7 @@ KERNEL = [
         "gemm.py",
         "    if num == 1:",
         "    if False:",
-        PLAN + " -k bits_do_not_depend",
+        INVARIANCE + " -k bits_do_not_depend",
         ISOLATION,
         INVARIANCE,
     ),
@@ -644,7 +644,10 @@ VLLM = [
         "states.py",
         "(scratch.exp_sum, s, live),",
         "(scratch.exp_sum, s * m.exp(), live),",
+<<<<<<< HEAD
+=======
         SCRATCH,
+>>>>>>> clients
     ),
     vllm(
         "PAGED_ATTENTION_V2_MIN_LEN is ignored",
