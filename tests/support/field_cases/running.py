@@ -8,13 +8,13 @@ import time
 import helpers
 import torch
 from helpers import NAN, STAGE_NAMES, Pool, oracle, paged, to, uniform
+from ways import PLANS, plan_of
 
 from paged_attention import Workspace, paged_attention
 from paged_attention.measure.counting import OpCounter, count
 from paged_attention.stages import STAGES
 
-from .judging import answers, case, plan_of
-from .rows import PLANS
+from .judging import answers, case
 
 
 @case("PUB-18", least=2)
