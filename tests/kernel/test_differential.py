@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import ATOL, INF, NAN, in_each_layout
+from helpers import ATOL, INF, NAN, Pool, in_each_layout
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
 from problems import problems
+from ways import WAYS, second_run, way
 
-from paged_attention import Workspace, paged_attention, plan_decode, reference_attention
+from paged_attention import reference_attention
 
 EPSILON = torch.finfo(torch.float32).eps
 
@@ -32,45 +33,14 @@ def blank_out(problem):
     return wide[..., 1, 2 : 2 + shape[-1]], wide
 
 
-def plan_for(problem, kind):
-    query, key_cache, value_cache, _, seq_lens = problem.inputs
-    _, num_kv_heads, block_size, head_size = (
-        value_cache.transpose(1, 2) if problem.layout == "NHD" else value_cache
-    ).shape
-    if problem.layout == "vllm":
-        head_size, block_size = block_size, head_size
-    lengths = {"seq_lens": seq_lens}
-    if kind == "capacity":
-        lengths = {"num_seqs": len(query), "max_seq_len": problem.max_seq_len}
-    return plan_decode(
-        num_heads=query.shape[-2],
-        num_kv_heads=num_kv_heads,
-        head_size=head_size,
-        block_size=block_size,
-        layout=problem.layout,
-        dtype=key_cache.dtype,
-        q_len=query.shape[1] if query.dim() == 4 else 1,
-        window=problem.window,
-        partition_size=problem.partition_size,
-        **lengths,
-    )
-
-
 def answer(problem, kind):
     """(out, lse) of one kind of call, its `out` and its workspace full of NaN."""
-    how = {**problem.options, "workspace": Workspace(), "return_lse": True}
-    if kind == "paged_attention":
-        how.update(layout=problem.layout, window=problem.window)
-        how.update(partition_size=problem.partition_size, **problem.checks)
-        run = paged_attention
-    else:
-        run = plan_for(problem, kind).run
-    run(*problem.inputs, **how)
-    for tensor in how["workspace"].tensors():
-        tensor.fill_(NAN)
+    sizes = problem.partition_size, problem.max_seq_len if kind == "capacity" else None
+    pool = Pool(*problem.inputs[1:])
+    run = way(kind, problem.inputs[0], pool, problem.layout, *sizes, problem.window)
+    checks = problem.checks if kind == "paged_attention" else {}
     out, around = blank_out(problem)
-    given, lse = run(*problem.inputs, out=out, **how)
-    assert given is out or given.data_ptr() == out.data_ptr()
+    out, lse = second_run(run, problem.inputs, out, **problem.options, **checks)
     if around is not out:
         gaps = around.numel() - out.numel()
         assert around.isnan().sum() == gaps + out.isnan().sum(), "wrote outside `out`"
@@ -106,7 +76,7 @@ def test_everything_at_once_agrees_with_float64(layout, kind, data):
     right, right_lse = reference_attention(
         *problem.inputs, layout=layout, window=problem.window, **problem.options
     )
-    for call in ("paged_attention", "exact", "capacity"):
+    for call in WAYS:
         note(call)
         judge(problem, *answer(problem, call), right, right_lse)
     for tensor, copy in zip(problem.inputs, before):

@@ -28,10 +28,8 @@ from helpers import (
 )
 from hypothesis import given
 from hypothesis import strategies as st
+from ways import WAYS, way
 
-from paged_attention import paged_attention, plan_decode
-
-KINDS = ("paged_attention", "exact", "capacity")
 HEADS = ((6, 2, 16), (7, 7, 48), (1, 1, 8), (7, 1, 104), (3, 3, 40))  # with KV heads and head size
 SIZES = ((8, 64), (16, None), (1, 8), (4, 24))  # blocks and partitions
 OPTIONS = {
@@ -98,27 +96,9 @@ class Step:
         dense = to(self.batch(lens, bad), device=self.device)
         where = {"poison": (0x7F, 0x7F) if self.fp8 else (NAN, NAN), **where}
         pool = paged(dense, self.block_size, self.layout, device=self.device, **where)
-        how = {**self.options, "return_lse": True}
-        if self.kind == "paged_attention":
-            how.update(layout=self.layout, window=self.window, partition_size=self.partition_size)
-            return lambda: paged_attention(dense.query, *pool, **how)
-        lengths = {"seq_lens": list(lens)}
-        if self.kind == "capacity":
-            lengths = {"num_seqs": len(lens), "max_seq_len": self.capacity}
-        plan = plan_decode(
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads,
-            head_size=self.head_size,
-            block_size=self.block_size,
-            layout=self.layout,
-            dtype=pool.key_cache.dtype,
-            device=self.device,
-            q_len=self.q_len,
-            window=self.window,
-            partition_size=self.partition_size,
-            **lengths,
-        )
-        return lambda: plan.run(dense.query, *pool, **how)
+        sizes = self.partition_size, self.capacity if self.kind == "capacity" else None
+        run = way(self.kind, dense.query, pool, self.layout, *sizes, self.window)
+        return lambda: run(dense.query, *pool, return_lse=True, **self.options)
 
     def decode(self, lens, **where):
         return self.call(lens, **where)()
@@ -137,7 +117,7 @@ OTHERS = [1 + 37 * n % 101 for n in range(63)]
 
 
 @on_each_device
-@pairwise(kind=KINDS, layout=LAYOUTS, option=OPTIONS, heads=HEADS, sizes=SIZES, dtype=DTYPES)
+@pairwise(kind=WAYS, layout=LAYOUTS, option=OPTIONS, heads=HEADS, sizes=SIZES, dtype=DTYPES)
 def test_bits_do_not_depend_on_the_batch(device, row):
     """Widths of every kind beside each other, each of them alone, permuted, and one among 64."""
     step = Step(**row, device=device)
@@ -154,7 +134,7 @@ def test_bits_do_not_depend_on_the_batch(device, row):
 
 @given(
     lens=st.lists(st.integers(0, 90), min_size=1, max_size=6),
-    kind=st.sampled_from(KINDS),
+    kind=st.sampled_from(WAYS),
     layout=st.sampled_from(LAYOUTS),
     sizes=st.sampled_from(SIZES),
 )
@@ -166,7 +146,7 @@ def test_bits_do_not_depend_on_any_batch(lens, kind, layout, sizes):
 
 
 @on_each_device
-@pairwise(kind=KINDS, layout=LAYOUTS, option=["plain", "everything"])
+@pairwise(kind=WAYS, layout=LAYOUTS, option=["plain", "everything"])
 def test_bits_do_not_depend_on_8000_tokens_beside_them(device, row):
     step = Step(**row, device=device, capacity=8000)
     alone = step.decode([300])
@@ -175,7 +155,7 @@ def test_bits_do_not_depend_on_8000_tokens_beside_them(device, row):
 
 
 @on_each_device
-@pairwise(kind=KINDS, layout=LAYOUTS)
+@pairwise(kind=WAYS, layout=LAYOUTS)
 def test_bits_do_not_depend_on_where_the_blocks_lie(device, row):
     """In order, backwards, far apart in a big pool, with wider tables and other integers."""
     step = Step(**row, device=device)
@@ -191,7 +171,7 @@ def test_bits_do_not_depend_on_where_the_blocks_lie(device, row):
         step.agree(step.decode([75], **where), right)
 
 
-@pairwise(kind=KINDS, layout=LAYOUTS, option=OPTIONS)
+@pairwise(kind=WAYS, layout=LAYOUTS, option=OPTIONS)
 def test_twenty_repeats_give_the_same_bits(row):
     step = Step(**row)
     call = step.call([300, 17, 64])
@@ -208,7 +188,7 @@ def hasty_threads():
     sys.setswitchinterval(interval)
 
 
-@pytest.mark.parametrize("kind, layout", [*zip(KINDS, LAYOUTS)])
+@pytest.mark.parametrize("kind, layout", [*zip(WAYS, LAYOUTS)])
 def test_two_threads_give_the_bits_of_one(kind, layout, hasty_threads):
     """Other options and other tokens in turn, and no workspace given: each thread has its own."""
     calls = [Step(kind, layout, option).call([300, 40, 0]) for option in OPTIONS]
@@ -232,7 +212,7 @@ def test_two_threads_give_the_bits_of_one(kind, layout, hasty_threads):
 
 
 @pairwise(
-    kind=KINDS, layout=LAYOUTS, option=["window", "ALiBi, 3 rows", "everything"], bad=[NAN, INF]
+    kind=WAYS, layout=LAYOUTS, option=["window", "ALiBi, 3 rows", "everything"], bad=[NAN, INF]
 )
 def test_a_live_nan_is_not_hidden_and_a_neighbours_not_seen(row):
     step = Step(**{name: row[name] for name in ("kind", "layout", "option")})

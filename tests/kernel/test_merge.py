@@ -85,16 +85,6 @@ def test_merge_agrees_with_float64(device, state):
     assert_close(lse, right_lse, what="lse")
 
 
-@given(state=states(), order=st.randoms(use_true_random=False))
-def test_merge_is_commutative(state, order):
-    outs, lses = state
-    index = list(range(outs.shape[0]))
-    order.shuffle(index)
-    one, other = merge_states(outs, lses), merge_states(outs[index], lses[index])
-    assert_close(other[0], one[0].double())
-    assert_close(other[1], one[1].double(), what="lse")
-
-
 @given(state=states(least=2, dtypes=(torch.float32,), lse=moderate), data=st.data())
 def test_merge_is_associative(state, data):
     """Cut the states anywhere, merge the pieces, merge the results: the same as merging all."""
@@ -106,20 +96,6 @@ def test_merge_is_associative(state, data):
     right, right_lse = judge(outs, lses)
     assert_close(nested[0], right, extra=4e-6)
     assert_close(nested[1], right_lse, extra=4e-6, what="lse")
-
-
-@given(state=states(least=1), where=st.data(), count=st.integers(1, 9))
-def test_empty_states_change_no_answer(state, where, count):
-    outs, lses = state
-    at = where.draw(st.integers(0, outs.shape[0]))
-    nothing = torch.full((count, *outs.shape[1:]), NAN, dtype=outs.dtype)
-    never = torch.full((count, *lses.shape[1:]), -INF)
-    padded = merge_states(
-        torch.cat([outs[:at], nothing, outs[at:]]), torch.cat([lses[:at], never, lses[at:]])
-    )
-    plain = merge_states(outs, lses)
-    assert_close(padded[0], plain[0].double())
-    assert_close(padded[1], plain[1].double(), what="lse")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -158,21 +134,16 @@ def test_merge_of_many_states():
     assert_close(lse, torch.logsumexp(lses.double(), 0), what="lse")
 
 
-def test_equal_extremes_are_averaged():
+@pytest.mark.parametrize("lse", [-3.4e38, -60000.0, -200.0, 0.0, 200.0, 60000.0, 3.4e38])
+def test_equal_extremes_are_averaged_and_a_far_lighter_state_counts_nothing(lse):
     """A merge without the max overflows or gives 0/0 here."""
     outs = torch.tensor([[[1.0]], [[3.0]]])
-    for lse in (-3.4e38, -60000.0, -200.0, 0.0, 200.0, 60000.0, 3.4e38):
-        out, merged = merge_states(outs, torch.full((2, 1), lse))
-        assert_close(out, 2.0)
-        assert_close(merged, lse + math.log(2), what="lse")
-
-
-def test_weights_a_hundred_apart_keep_the_heavier_state():
-    outs = torch.tensor([[[1.0]], [[3.0]]])
-    for near, far in ((0.0, -104.0), (-60000.0, -60104.0), (3e4, -3e4)):
-        out, lse = merge_states(outs, torch.tensor([[near], [far]]))
-        assert_close(out, 1.0)
-        assert_close(lse, near, what="lse")
+    for second, right, total in ((lse, 2.0, lse + math.log(2)), (-INF, 1.0, lse)):
+        out, merged = merge_states(outs, torch.tensor([[lse], [second]]))
+        assert_close(out, right)
+        assert_close(merged, total, what="lse")
+    if abs(lse) < 1e5:
+        assert_close(merge_states(outs, torch.tensor([[lse], [lse - 104.0]]))[0], 1.0)
 
 
 def test_sums_are_kept_in_float32_for_half_precision_states():
@@ -217,20 +188,11 @@ def test_a_sequence_cut_anywhere_merges_to_the_whole(layout, cuts, sharp):
     assert_close(lse, whole[1].double(), extra=extra, what="lse")
 
 
-@pytest.mark.parametrize(
-    "outs, lses, words",
-    [
-        ((2, 3, 4), (2, 4), "lses 2, 4"),
-        ((2, 3, 4), (3, 3), "lses 3, 3"),
-        ((2, 3, 4), (2, 3, 1), "lses 2, 3, 1"),
-        ((4,), (), "outs 4"),
-    ],
-)
-def test_states_that_do_not_belong_together_are_refused(outs, lses, words):
-    with pytest.raises(ValueError) as caught:
-        merge_states(torch.zeros(outs), torch.zeros(lses))
-    name, shape = words.split(" ", 1)
-    assert name in str(caught.value) and shape in str(caught.value)
+@pytest.mark.parametrize("shape", [(2, 4), (3, 3), (2, 3, 1)])
+def test_states_that_do_not_belong_together_are_refused(shape):
+    call = {"outs": torch.zeros(2, 3, 4), "lses": torch.zeros(shape)}
+    refused(merge_states, call, "lses", (str(shape), "(2, 3, 4)"))
+    refused(merge_states, {"outs": torch.zeros(4), "lses": torch.zeros(())}, "outs", ("(4,)",))
 
 
 def test_states_of_another_kind_are_refused():

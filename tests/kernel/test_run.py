@@ -1,4 +1,4 @@
-"""What a run of a plan promises: the bits of the call, no host read, no allocation."""
+"""A plan's run reads nothing back to the host and allocates nothing, as a CUDA graph needs it."""
 
 from __future__ import annotations
 

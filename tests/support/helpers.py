@@ -29,6 +29,7 @@ STAGE_NAMES = (
 )
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 NAN, INF = float("nan"), float("inf")
+FP8_NAN = 0x7F  # in both formats
 GARBAGE = (-1, 2**31 - 1, -7, 999_999, -(2**31))  # table entries nobody may follow
 
 cuda = pytest.param(
@@ -247,6 +248,18 @@ def paged(
     block_tables = torch.tensor(padded, dtype=index_dtype, device=device)
     seq_lens = torch.tensor([k.shape[0] for k in keys], dtype=index_dtype, device=device)
     return Pool(key_cache, value_cache, block_tables.reshape(len(keys), columns), seq_lens)
+
+
+def inside(tensor, dim):
+    """The same values as every second element of a dimension of something poisoned; -1: as is."""
+    if dim < 0:
+        return tensor
+    shape = list(tensor.shape)
+    shape[dim] = 2 * shape[dim] + 1
+    fill = NAN if tensor.is_floating_point() else FP8_NAN if tensor.dtype == torch.uint8 else -9
+    view = torch.full(shape, fill, dtype=tensor.dtype)[(slice(None),) * dim + (slice(1, None, 2),)]
+    view.copy_(tensor)
+    return view
 
 
 # -- the judge

@@ -9,11 +9,21 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
-from helpers import DTYPES, GARBAGE, INF, NAN, Dense, lanes_per_chunk, paged, random
+from helpers import (
+    DTYPES,
+    FP8_NAN,
+    GARBAGE,
+    INF,
+    NAN,
+    Dense,
+    inside,
+    lanes_per_chunk,
+    paged,
+    random,
+)
 from hypothesis import strategies as st
 
 FP8 = {"fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
-FP8_NAN = 0x7F  # in both formats
 
 
 @dataclass
@@ -73,7 +83,7 @@ def problems(draw, layout, kind):
     held = torch.uint8 if dtype.itemsize == 1 else dtype
     pool = _hidden_from_all(draw, stored, held, window, q_len, block_size, layout, seed)
     strided = [draw(st.integers(-1, t.dim() - 1)) for t in (query, *pool)]
-    inputs = tuple(_inside(t, dim) for t, dim in zip((query, *pool), strided))
+    inputs = tuple(inside(t, dim) for t, dim in zip((query, *pool), strided))
     if dtype.itemsize == 1 and kv_cache_dtype == "auto":  # torch 2.1 can but view them as float8
         inputs = inputs[0], *(c.view(dtype) for c in inputs[1:3]), *inputs[3:]
     most = max(lens, default=0) + draw(st.integers(0, 100))
@@ -168,18 +178,6 @@ def _hidden_from_all(draw, stored, dtype, window, q_len, block_size, layout, see
     return pool._replace(
         block_tables=pool.block_tables.to(draw(ints)), seq_lens=pool.seq_lens.to(draw(ints))
     )
-
-
-def _inside(tensor, dim):
-    """The same values as every second element of a dimension of something poisoned; -1: as is."""
-    if dim < 0:
-        return tensor
-    shape = list(tensor.shape)
-    shape[dim] = 2 * shape[dim] + 1
-    fill = NAN if tensor.is_floating_point() else FP8_NAN if tensor.dtype == torch.uint8 else -9
-    view = torch.full(shape, fill, dtype=tensor.dtype)[(slice(None),) * dim + (slice(1, None, 2),)]
-    view.copy_(tensor)
-    return view
 
 
 def _largest_logits(dense, options):

@@ -644,10 +644,7 @@ VLLM = [
         "states.py",
         "(scratch.exp_sum, s, live),",
         "(scratch.exp_sum, s * m.exp(), live),",
-<<<<<<< HEAD
-=======
         SCRATCH,
->>>>>>> clients
     ),
     vllm(
         "PAGED_ATTENTION_V2_MIN_LEN is ignored",

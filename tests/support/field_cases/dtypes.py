@@ -6,9 +6,9 @@ import functools
 
 import torch
 from helpers import NAN, Dense, oracle, paged, random, to, uniform
+from ways import PLANS, plan_of
 
-from .judging import answers, case, check, plan_of
-from .rows import PLANS
+from .judging import answers, case, check
 
 AS_BYTES = {
     torch.float8_e4m3fn: {0.0: 0x00, 1.0: 0x38, 4.0: 0x48, NAN: 0x7F},

@@ -6,11 +6,11 @@ import math
 
 import torch
 from helpers import INF, NAN, STAGE_NAMES, Pool, paged, to, uniform
+from ways import PLANS, plan_of
 
 from paged_attention import paged_attention
 
-from .judging import answers, case, check, each_dtype, plan_of
-from .rows import PLANS
+from .judging import answers, case, check, each_dtype
 
 
 @case("PUB-05", least=8)

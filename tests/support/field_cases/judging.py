@@ -12,14 +12,14 @@ import helpers
 import pytest
 import torch
 from helpers import DTYPES, NAN, STAGE_NAMES, to
+from ways import PLANS, block_size_of, second_run, way
 
-from paged_attention import Workspace, paged_attention, plan_decode, reference_attention
+from paged_attention import paged_attention, reference_attention
 from paged_attention.stages import STAGES
 
-from .rows import PLANS, rows_of
+from .rows import rows_of
 
 JUDGED: dict[tuple, int] = {}  # row -> how many results it judged
-OF_THE_PLAN = ("window",)  # options that plan_decode takes instead of run
 
 
 class Judge:
@@ -93,8 +93,10 @@ def answers(path, query, pool, layout, *, sizes=None, capacity=None, **options):
         yield reference_attention(*call, layout=layout, **options)
     elif path in PLANS:
         for size in sizes or (block_size, 4 * block_size, None):
-            plan = plan_of(path, query, pool, layout, size, capacity, options.get("window"))
-            yield planned(plan, call, {k: v for k, v in options.items() if k not in OF_THE_PLAN})
+            window = options.pop("window", None)
+            run = way(path, query, pool, layout, size, capacity, window)
+            yield second_run(run, call, **options)
+            options["window"] = window
     else:
         options.update(layout=layout, partition_size=own[path] if path in own else int(path[2:]))
         yield paged_attention(*call, return_lse=True, **options)
@@ -102,42 +104,6 @@ def answers(path, query, pool, layout, *, sizes=None, capacity=None, **options):
         given = paged_attention(*call, out=out, **options)
         assert given.data_ptr() == out.data_ptr()
         yield out, None
-
-
-def plan_of(path, query, pool, layout, partition_size=None, capacity=None, window=None):
-    """An exact plan of the pool's lengths, or a capacity plan of `capacity` (else a bit more)."""
-    lens = pool.seq_lens.tolist()
-    if path == "exact":
-        lengths = {"seq_lens": lens, "max_seq_len": capacity}
-    else:
-        lengths = {"num_seqs": len(lens), "max_seq_len": capacity or max([0, *lens]) + 5}
-    heads = pool.value_cache.shape[2 if layout == "NHD" else 1]
-    return plan_decode(
-        num_heads=query.shape[-2],
-        num_kv_heads=heads,
-        head_size=query.shape[-1],
-        block_size=block_size_of(pool, layout),
-        layout=layout,
-        dtype=pool.key_cache.dtype,
-        device=query.device,
-        q_len=query.shape[1] if query.dim() == 4 else 1,
-        window=window,
-        partition_size=partition_size,
-        **lengths,
-    )
-
-
-def planned(plan, call, options):
-    """A plan's second run, its workspace and `out` full of NaN."""
-    workspace, out = Workspace(), torch.empty_like(call[0])
-    plan.run(*call, workspace=workspace, out=out, **options)
-    for tensor in (*workspace.tensors(), out):
-        tensor.fill_(NAN)
-    return plan.run(*call, workspace=workspace, out=out, return_lse=True, **options)
-
-
-def block_size_of(pool, layout):
-    return pool.value_cache.shape[{"vllm": 3, "HND": 2, "NHD": 1}[layout]]
 
 
 def check(judge, path, layout, dense, pool, out, lse=None, *, extra=0.0, **more):

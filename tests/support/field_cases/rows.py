@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import torch
 from helpers import LAYOUTS, STAGE_NAMES
+from ways import PLANS
 
 PAGED = ("single tile", "P=bs", "P=4bs")
-PLANS = ("exact", "capacity")
 
 
 def each_layout(*paths, stages=()):
@@ -81,23 +81,17 @@ def required_rows():
 
 
 def table_of(judged):
-    """A line for each case, a column for each path; a cell says in which layouts it ran (v, H, N:
-    vllm, HND, NHD; of the stages: which) and how many results were judged."""
-    paths = dict.fromkeys(path for _, _, path, _ in sorted(judged) if path not in STAGE_NAMES)
-    columns = sorted(paths, key=[*PAGED, *PLANS, *paths].index) + ["stages"]
-    for device in dict.fromkeys(row[3] for row in judged):
-        yield f"{device:8}" + "".join(f"{column:>12}" for column in columns)
-        for number in THE_WHOLE_LIST:
-            mine = {r[1:3]: n for r, n in judged.items() if (r[0], r[3]) == (number, device)}
-            cells = {column: ["", 0] for column in columns}
-            for (layout, path), judged_here in sorted(mine.items()):
-                stage = path in STAGE_NAMES
-                cell = cells["stages" if stage else path]
-                cell[0] += str(STAGE_NAMES.index(path) + 1) if stage else layout[0]
-                cell[1] += judged_here
-            line = "".join(
-                f"{''.join(sorted(w)) + f' {n}' if n else '':>12}" for w, n in cells.values()
-            )
-            yield f"{number:8}" + (line.rstrip() if mine else "  did not run")
+    """A line for each case: per path the layouts in which it ran (v, H, N: vllm, HND, NHD) and how
+    many results were judged."""
+    for number in THE_WHOLE_LIST:
+        cells = {}
+        for (case, layout, path, device), count in sorted(judged.items()):
+            if case == number:
+                where = "stages" if path in STAGE_NAMES else path
+                layouts, total = cells.get((device, where), ("", 0))
+                mark = "" if where == "stages" else layout[0]
+                cells[device, where] = layouts + mark, total + count
+        line = ", ".join(f"{path} {marks} {n}" for (_, path), (marks, n) in cells.items())
+        yield f"{number}  {line or 'did not run'}"
     for number, what in VLLM.items():
-        yield f"{number:8}  in test_vllm_ops.py: {what}"
+        yield f"{number}  in test_vllm_ops.py: {what}"

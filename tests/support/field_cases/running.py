@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-import inspect
 import time
+from pathlib import Path
 
 import helpers
 import torch
 from helpers import NAN, STAGE_NAMES, Pool, oracle, paged, to, uniform
+from ways import PLANS, plan_of
 
 from paged_attention import Workspace, paged_attention
 from paged_attention.measure.counting import OpCounter, count
+from paged_attention.measure.timing import measure
 from paged_attention.stages import STAGES
 
-from .judging import answers, case, plan_of
-from .rows import PLANS
+from .judging import answers, case
+
+MEASURE_TESTS = Path(__file__).parents[2] / "measure" / "test_measure.py"
 
 
 @case("PUB-18", least=2)
@@ -102,11 +105,7 @@ def test_a_reused_workspace_holds_no_leftovers_and_a_run_no_host_read(judge, lay
 @case("PUB-25", least=4)
 def test_a_time_includes_the_work_a_device_still_owes(judge, layout, path):
     """Numbers that only measure the launch: here the work ends 50 ms after it."""
-    import test_measure  # the measuring helper's own tests: they hold the rest of this case
-
-    from paged_attention.measure.timing import measure
-
-    source = inspect.getsource(test_measure)
+    source = MEASURE_TESTS.read_text(encoding="utf-8")  # which hold the rest of this case
     judge.true("stub" in source and "synchronize" in source, "test_measure tests a stub device")
     done_at, log = 0.0, []
 
