@@ -40,7 +40,7 @@ def test_a_plan_that_cannot_be_made_is_refused_by_name_and_value(name):
         last = value[-1] if isinstance(value, list) and words else value
         shown = () if isinstance(value, torch.Tensor) else [repr(last)]
         refused(plan_decode, {**good, name: value}, name, words, shown)
-    if name in CAPACITY:
+    if name in ("num_seqs", "max_seq_len"):
         for value in (-1, 1.5, "2", True, None):
             refused(plan_decode, {**good, **CAPACITY, name: value}, name, shown=[repr(value)])
 

@@ -13,7 +13,7 @@ from notebook_cells import CHECKS, PRINTERS, Cell, argument, called, displayed, 
 
 TIME, MEMORY, PICTURE, DEVICE = "time", "memory", "picture", "device"
 MEASURE = "paged_attention.measure"
-PREDICTIONS = {"paged_attention.cost.predict", "paged_attention.cost.cost_of"}
+PREDICTED = {f"paged_attention.cost.{name}" for name in ("predict", "cost_of")}
 ORIGINS = {  # what modules and their functions give; the longest that fits counts
     **dict.fromkeys(["time", "timeit", MEASURE], TIME),
     **dict.fromkeys(["resource", "psutil"], MEMORY),
@@ -69,7 +69,7 @@ class Origins:
         """Which of time, memory, picture and device an expression's value holds."""
         if isinstance(node, ast.Attribute) and node.attr in EXACT:
             return set()
-        if isinstance(node, ast.Attribute) and self.origin(function_of(node.value)) in PREDICTIONS:
+        if isinstance(node, ast.Attribute) and self.origin(function_of(node.value)) in PREDICTED:
             # What is predicted of a published profile is the same everywhere.
             return set().union(*map(self.kinds, (*node.value.args, *node.value.keywords)))
         if isinstance(node, ast.Attribute) and node.attr in ATTRIBUTES:

@@ -12,35 +12,26 @@ pytestmark = pytest.mark.quick
 LITERALS = {
     "a number": "print(6250)",
     "a number in text": 'print("27 ops")',
-    "a number in an f-string": 'print(f"{3}")',
     "a number in an f-string's text": 'print(f"ops: 27 of {model}")',
     "a number beside a computed one": "print(model, 6250)",
     "a constant given two names": "x = 3\ny = x\nprint(y)",
-    "an unpacked constant": "a, b = (3, 4)\nprint(a)",
     "a comparison of constants": "x = 27\nprint(x == 27)",
-    "arithmetic under a name": "x = 2 * 3125\nprint(x)",
     "math on constants": "print(math.ceil(100_000 / 512))",
     "a tautology": 'x = 3\ncheck("x", x, "==", 3)',
-    "a tautology by keyword": 'check("x", value=3, op="==", bound=3)',
     "a value against itself": 'check("ops", counts.ops, "==", counts.ops)',
     "a constant formatted": 'print("{} ops".format(27))',
-    "a constant by percent": 'print("%d ops" % 27)',
     "a constant concatenated": 'print("ops " + str(27))',
     "a joined constant beside a computed one": 'print(" ".join([str(model), "27"]))',
-    "constants spread": "print(*[27, 28])",
     "a separator": 'print("ops", model, sep=" 27 ")',
     "a constant by condition": "print(27 if model else 28)",
     "a constant printed in a function": "def show(n):\n    print(n)\nshow(27)",
     "a constant appended": "ops = []\nops.append(27)\nprint(ops[0])",
-    "a constant stored": 'd = {}\nd["ops"] = 27\nprint(d["ops"])',
     "a list filled from literals": "d = []\nfor n in (1, 2):\n    d.append(n)\nprint(d)",
-    "a constant under if True": "if True:\n    x = 27\nprint(x)",
     "a constant under with": "with torch.no_grad():\n    x = 27\nprint(x)",
     "loop variables alone": "for ops in (27, 28):\n    print(ops)",
     "a comprehension of constants": "print([n for n in (27, 28)])",
     "a print in a comprehension": "[print(n) for n in (27, 28)]",
     "a displayed name": "x = 27\nx",
-    "a displayed tuple": "27, model",
     "a claim in words": 'print("all stages agree")',
     "a verdict in words": 'print("agrees: True")\nprint(model)',
     "a constant of another cell": ("ops = 27", "print(ops)"),
@@ -49,7 +40,6 @@ LITERALS = {
 COMPUTED = {
     "a name from elsewhere": 'print("ops", counts.ops)',
     "a call on constants": "print(blocks_of(100_000, 16))",
-    "a formula on names from elsewhere": 'print("blocks", -(-tokens // block_size), "of", 2 * x)',
     "a formula on named inputs": (
         "tokens, block = 100_000, 16\nblocks = -(-tokens // block)\n"
         'print("blocks", blocks, "bytes", tokens * 4)'
@@ -65,7 +55,6 @@ COMPUTED = {
         'print("tokens", tokens, "blocks", -(-tokens // block))',
     ),
     "a check with numbers in label and bound": 'check("ops at 100K", err, "<=", 1e-5)',
-    "a shape": "q = torch.zeros(2, 3)\nprint(q.shape, tuple(q.shape))",
     "names that hold digits": 'print("fp32", "V2", "H200", "Phase 2", "Q@K^T", counts.gemms)',
     "a width": 'print(f"{name:>12} {counts.ops:8,}", "%-8d" % counts.ops)',
     "a line and a header": 'print("stage", "ops")\nprint("-" * 40)\nprint(name, counts.ops)',
@@ -74,7 +63,6 @@ COMPUTED = {
     "a counter": "n = 0\nfor block in table:\n    n += 1\nprint(n)",
     "a list filled by a loop": "rows = []\nfor fn in fns:\n    rows.append(fn())\nprint(rows)",
     "a list filled by a call": "rows = []\nfill(rows)\nprint(rows)",
-    "a dict filled by a loop": "d = {}\nfor k in names:\n    d[k] = count(k)\nprint(d)",
     "a flag that an exception sets": (
         "crashed = False\ntry:\n    f()\nexcept RuntimeError:\n    crashed = True\nprint(crashed)"
     ),
@@ -82,7 +70,6 @@ COMPUTED = {
         'try:\n    f()\n    print("no error")\nexcept IndexError:\n    print("refused")'
     ),
     "words that a test picks": 'print("equal" if torch.equal(a, b) else "different")',
-    "a displayed call": "tuple(out.shape)",
     "a silent cell": "tokens, block = 100_000, 16\nq = torch.zeros(24, 256)",
     "an ignored cell": ("print(27, time.perf_counter())", IGNORED),
     "a docstring and a function": '"""27 ops."""\n\nimport torch\n\n\ndef f():\n    return 27',
@@ -100,19 +87,15 @@ DIFFERS_BY_MACHINE = {
     "a time from a loop": "for t in [measure(f).seconds for f in fns]:\n    print(t)",
     "a time from a list": "took = []\ntook.append(time.perf_counter())\nprint(took[0])",
     "a time from a function": "def took(f):\n    return measure(f).seconds\nprint(took(fn))",
-    "a measurement displayed": "m = measure(fn)\nm",
-    "a figure from the allocator": "print(torch.cuda.max_memory_allocated())",
     "a figure from the profiler": "print(profiler_peak_bytes(fn))",
     "a prediction for this machine": "print(predict(name, shape, calibrate()).seconds.low)",
     "the same by name": "p = calibrate()\nprint(predict(name, shape, profile=p).seconds.low)",
     "a picture": "plots.ladder(rows)",
-    "a picture of ours": "draw_ladder(rows)",
     "a picture by pyplot": "plt.plot(xs)",
     "a device's name": "print(torch.cuda.get_device_name())",
     "a device's name by name": (
         'device = "cuda" if torch.cuda.is_available() else "cpu"\nprint(device)'
     ),
-    "a version": "print(torch.__version__)",
     "a machine": "print(platform.processor())",
 }
 SAME_EVERYWHERE = {
