@@ -7,22 +7,12 @@ so that a kernel that reads them shows it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 
+from paged_attention.kernel.call import Inputs
 from paged_attention.kernel.layouts import Geometry, cache_shapes, tokens_of
 from paged_attention.kernel.partition import ceil_div
-
-
-class Inputs(NamedTuple):
-    """The five tensors of `paged_attention`, in its order."""
-
-    query: torch.Tensor
-    key_cache: torch.Tensor
-    value_cache: torch.Tensor
-    block_tables: torch.Tensor
-    seq_lens: torch.Tensor
 
 
 def random_inputs(

@@ -111,38 +111,13 @@ class Against(RuleBasedStateMachine):
     def owners(self, block):
         return sum(any(b is block for b in row) for row in self.blocks.values())
 
-    @rule(name=st.sampled_from(NAMES), count=st.integers(1, 9))
-    def extend(self, name, count):
-        size = self.block_size
-        old, row = self.tokens.get(name, []), list(self.blocks.get(name, []))
-        copied = len(old) % size != 0 and self.owners(row[-1]) > 1
-        needed = -(-(len(old) + count) // size) - len(row) + copied
-        numbers = list(range(self.written, self.written + count))
-        if needed > self.free_blocks():
-            known = list(self.tokens)
-            before = snapshot(self.cache, known, self.num_layers)
-            with pytest.raises(OutOfBlocks):
-                self.cache.extend(name, count)
-            assert_unchanged(before, snapshot(self.cache, known, self.num_layers))
-            if name not in self.tokens:
-                with pytest.raises(KeyError):
-                    self.cache.seq_lens([name])
-            return
-        slots = append(self.cache, name, numbers, self.num_layers)
-        self.written += count
-        if copied:
-            row[-1] = object()
-        row += [object() for _ in range(-(-(len(old) + count) // size) - len(row))]
-        self.tokens[name], self.blocks[name] = old + numbers, row
-        table = self.cache.block_tables([name])[0].tolist()
-        where = range(len(old), len(old) + count)
-        assert slots.tolist() == [table[p // size] * size + p % size for p in where]
+    def snapshot(self):
+        return snapshot(self.cache, list(self.tokens), self.num_layers)
 
-    @rule(counts=st.dictionaries(st.sampled_from(NAMES), st.integers(0, 6), max_size=4))
-    def extend_all(self, counts):
-        """All of a step's sequences grow, or none; the model grows them one by one."""
-        known, size = dict(self.tokens), self.block_size
-        before = dict(self.blocks)
+    @rule(counts=st.dictionaries(st.sampled_from(NAMES), st.integers(0, 9), max_size=4))
+    def extend(self, counts):
+        """All of a step's sequences grow, or none. The model grows them one by one."""
+        size, before = self.block_size, (dict(self.tokens), dict(self.blocks), self.snapshot())
         for name, count in counts.items():
             old, row = self.tokens.get(name, []), list(self.blocks.get(name, []))
             if count and len(old) % size and self.owners(row[-1]) > 1:
@@ -151,30 +126,39 @@ class Against(RuleBasedStateMachine):
             self.tokens[name] = old + list(range(self.written, self.written + count))
             self.blocks[name], self.written = row, self.written + count
         if self.free_blocks() < 0:
-            self.tokens, self.blocks = known, before
-            unchanged = snapshot(self.cache, list(known), self.num_layers)
+            self.tokens, self.blocks, unchanged = before
             with pytest.raises(OutOfBlocks):
-                self.cache.extend_all(counts, counts.values())
-            assert_unchanged(unchanged, snapshot(self.cache, list(known), self.num_layers))
+                self.extend_cache(counts)
+            assert_unchanged(unchanged, self.snapshot())
+            for name in counts.keys() - self.tokens.keys():
+                with pytest.raises(KeyError):
+                    self.cache.seq_lens([name])
             return
-        slots = self.cache.extend_all(counts, counts.values())
-        numbers = [n for name in counts for n in self.tokens[name][len(known.get(name, [])) :]]
+        slots, right, new = self.extend_cache(counts), [], []
+        for (name, count), table in zip(counts.items(), self.cache.block_tables(counts).tolist()):
+            end = len(self.tokens[name])
+            right += [table[p // size] * size + p % size for p in range(end - count, end)]
+            new += self.tokens[name][end - count :]
+        assert slots.tolist() == right
         for layer in range(self.num_layers):
-            self.cache.write(tokens(numbers, layer, 0), tokens(numbers, layer, 1), slots, layer)
+            self.cache.write(tokens(new, layer, 0), tokens(new, layer, 1), slots, layer)
+
+    def extend_cache(self, counts):
+        if len(counts) == 1:
+            [(name, count)] = counts.items()
+            return self.cache.extend(name, count)
+        return self.cache.extend_all(counts, counts.values())
 
     @precondition(lambda self: self.tokens)
     @rule(name=st.sampled_from(NAMES), new=st.sampled_from(NAMES))
     def fork(self, name, new):
         if name not in self.tokens or new in self.tokens:
-            before = snapshot(self.cache, list(self.tokens), self.num_layers)
-            wrong = KeyError if name not in self.tokens else (ValueError, KeyError)
-            with pytest.raises(wrong):
+            before = self.snapshot()
+            with pytest.raises(KeyError if name not in self.tokens else ValueError):
                 self.cache.fork(name, new)
-            assert_unchanged(before, snapshot(self.cache, list(self.tokens), self.num_layers))
+            assert_unchanged(before, self.snapshot())
             return
-        free = self.cache.num_free_blocks
         self.cache.fork(name, new)
-        assert self.cache.num_free_blocks == free, "a fork takes no block"
         self.tokens[new], self.blocks[new] = list(self.tokens[name]), list(self.blocks[name])
 
     @rule(name=st.sampled_from(NAMES))
@@ -282,38 +266,7 @@ def test_a_full_shared_block_is_not_copied():
     append(cache, "parent", [0, 1, 2, 3])
     cache.fork("parent", "child")
     append(cache, "child", [4])
-    assert cache.num_free_blocks == 1
-    assert cache.block_tables(["child"])[0, 0] == cache.block_tables(["parent"])[0, 0]
-
-
-@pytest.mark.quick
-def test_a_copy_that_finds_no_block_changes_nothing():
-    cache = new_cache(1, 4)
-    append(cache, "parent", [0, 1])
-    cache.fork("parent", "child")
-    before = snapshot(cache, ["parent", "child"])
-    with pytest.raises(OutOfBlocks):
-        cache.extend("child", 1)  # one token fits the block, but the block is shared
-    assert_unchanged(before, snapshot(cache, ["parent", "child"]))
-    cache.free("parent")
-    append(cache, "child", [2])
-    assert_holds(cache, "child", [0, 1, 2], 4)
-    assert cache.num_free_blocks == 0
-
-
-@pytest.mark.quick
-def test_out_of_blocks_names_what_was_asked_and_what_there_is():
-    cache = new_cache(3, 4)
-    append(cache, "a", [0] * 5)
-    before = snapshot(cache, ["a"])
-    with pytest.raises(OutOfBlocks) as caught:
-        cache.extend("b", 9)
-    assert "3" in str(caught.value) and "1" in str(caught.value), str(caught.value)
-    assert_unchanged(before, snapshot(cache, ["a"]))
-    with pytest.raises(KeyError):
-        cache.seq_lens(["b"])
-    append(cache, "b", [1] * 4)
-    assert cache.num_free_blocks == 0
+    assert cache.block_tables(["parent", "child"]).tolist() == [[0, -1], [0, 1]]
 
 
 @pytest.mark.quick
@@ -327,10 +280,9 @@ def test_a_steps_copies_on_write_are_counted_before_any_is_made(writers, copies)
         cache.fork("a", "c")
         before = snapshot(cache, "abc")
         if spare < copies:
-            with pytest.raises(OutOfBlocks) as caught:
+            words = f"need {copies} more blocks.*only {spare} of"
+            with pytest.raises(OutOfBlocks, match=words):
                 cache.extend_all(writers, [1] * len(writers))
-            assert f"need {copies} more blocks" in str(caught.value)
-            assert f"only {spare} of" in str(caught.value)
             assert_unchanged(before, snapshot(cache, "abc"))
         else:
             slots = cache.extend_all(writers, [1] * len(writers))
@@ -347,6 +299,8 @@ def test_a_step_that_does_not_fit_extends_none_of_its_sequences():
     assert_unchanged(before, snapshot(cache, ["a"]))
     with pytest.raises(KeyError):
         cache.seq_lens(["b"])
+    append(cache, "b", [5] * 12)
+    assert_holds(cache, "b", [5] * 12, 4)
 
 
 @pytest.mark.quick
@@ -364,24 +318,11 @@ def test_blocks_return_when_their_last_owner_leaves():
     append(cache, "a", [0, 1, 2])
     cache.fork("a", "b")
     cache.fork("b", "c")
-    cache.free("a")
-    assert cache.num_free_blocks == 2
-    assert_holds(cache, "b", [0, 1, 2], 2)
-    cache.free("c")
-    assert cache.num_free_blocks == 2
-    cache.free("b")
-    assert cache.num_free_blocks == 4
-    with pytest.raises(KeyError):
-        cache.free("b")
-    assert cache.num_free_blocks == 4
-
-
-@pytest.mark.quick
-def test_a_freed_name_starts_again_empty():
-    cache = new_cache(4, 2)
-    append(cache, "a", [0, 1, 2])
-    cache.free("a")
-    append(cache, "a", [9])
+    for name, free in (("a", 2), ("c", 2), ("b", 4)):
+        assert_holds(cache, name, [0, 1, 2], 2)
+        cache.free(name)
+        assert cache.num_free_blocks == free
+    append(cache, "a", [9])  # a freed name begins again
     assert_holds(cache, "a", [9], 2)
 
 
@@ -452,83 +393,11 @@ def test_unknown_names_are_key_errors_that_say_the_name():
 
 
 @pytest.mark.quick
-def test_tables_of_no_sequences_are_empty():
-    cache = new_cache()
-    assert cache.seq_lens([]).shape == (0,) and cache.block_tables([]).shape[0] == 0
-
-
-@pytest.mark.quick
-def test_names_may_be_anything_hashable():
+def test_names_may_be_anything_hashable_and_none_at_all():
     cache = new_cache()
     for name in (0, "0", (1, 2)):
         append(cache, name, [3, 4])
     cache.fork(0, -1)
     assert cache.seq_lens([0, "0", (1, 2), -1]).tolist() == [2, 2, 2, 2]
     assert cache.num_free_blocks == 5
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize(
-    "change, words",
-    [
-        ({"num_blocks": -1}, ("num_blocks", "-1")),
-        ({"block_size": 0}, ("block_size", "0")),
-        ({"num_kv_heads": 0}, ("num_kv_heads", "0")),
-        ({"head_size": 0}, ("head_size", "0")),
-        ({"num_layers": 0}, ("num_layers", "0")),
-        ({"layout": "XYZ"}, ("layout", "XYZ")),
-        ({"layout": "vllm", "head_size": 6}, ("head_size", "6")),
-        ({"dtype": torch.int32}, ("dtype", "int32")),
-        ({"dtype": torch.float64}, ("dtype", "float64")),
-    ],
-)
-def test_a_cache_that_can_not_be_is_refused_by_name(change, words):
-    shape = {"num_blocks": 4, "block_size": 4, "num_kv_heads": 2, "head_size": 8, "layout": "HND"}
-    with pytest.raises((ValueError, TypeError)) as caught:
-        PagedKVCache(**{**shape, **change})
-    assert all(word in str(caught.value) for word in words), str(caught.value)
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize(
-    "change, words",
-    [
-        ({"key": torch.zeros(3, HEADS, SIZE + 1)}, ("key", f"{SIZE + 1}")),
-        ({"key": torch.zeros(3, HEADS + 1, SIZE)}, ("key", f"{HEADS + 1}")),
-        ({"key": torch.zeros(3, SIZE)}, ("key", f"3, {SIZE}")),
-        ({"value": torch.zeros(2, HEADS, SIZE)}, ("value", "2")),
-        ({"value": torch.zeros(3, HEADS, SIZE - 1)}, ("value", f"{SIZE - 1}")),
-        ({"slot_mapping": torch.tensor([0, 1])}, ("3", "2")),
-        ({"slot_mapping": torch.tensor([0, 1, 32])}, ("slot_mapping", "32")),
-        ({"slot_mapping": torch.tensor([0.0, 1.0, 2.0])}, ("slot_mapping", "float")),
-        ({"slot_mapping": torch.tensor([[0, 1, 2]])}, ("slot_mapping", "1, 3")),
-    ],
-)
-def test_a_write_that_does_not_fit_is_refused_and_writes_nothing(change, words):
-    cache = new_cache(8, 4)
-    good = {
-        "key": torch.zeros(3, HEADS, SIZE),
-        "value": torch.zeros(3, HEADS, SIZE),
-        "slot_mapping": torch.tensor([0, 1, 2]),
-    }
-    with pytest.raises((ValueError, TypeError)) as caught:
-        cache.write(**{**good, **change})
-    assert all(word in str(caught.value) for word in words), str(caught.value)
-    assert torch.isnan(cache.key_cache()).all() and torch.isnan(cache.value_cache()).all()
-
-
-@pytest.mark.quick
-def test_extending_by_less_than_nothing_is_refused():
-    cache = new_cache()
-    with pytest.raises(ValueError, match="-1"):
-        cache.extend("a", -1)
-    with pytest.raises(KeyError):
-        cache.seq_lens(["a"])
-
-
-@pytest.mark.quick
-def test_a_layer_that_is_not_there_is_refused():
-    cache = new_cache(num_layers=2)
-    for layer in (2, -1):
-        with pytest.raises((ValueError, IndexError), match=str(layer)):
-            cache.key_cache(layer)
+    assert cache.seq_lens([]).shape == (0,) and cache.block_tables([]).shape == (0, 0)

@@ -1,4 +1,4 @@
-"""What notebooks claim with: check, check_fails, variant. (show_diff: test_notebook_mutations.)"""
+"""What notebooks claim with: check, check_fails, variant. (show_diff: test_notebook_runs.)"""
 
 import pytest
 import torch

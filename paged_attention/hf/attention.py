@@ -1,6 +1,6 @@
 """The attention and the mask that `paged_attention.hf` registers with transformers.
 
-A prompt and a new token take the same way. A layer writes their keys and values to the pool, and
+Prompts and new tokens are treated alike. A layer writes their keys and values to the pool, and
 then all their queries read what the pool holds.
 """
 
@@ -17,11 +17,12 @@ from paged_attention.kernel.checks import refuse
 from paged_attention.kernel.plan import DecodePlan, plan_decode
 
 NAME = "paged_attention"
-MOST_QUERIES = 64  # of a row at a time. On a CPU more are no faster, and take more memory
+# Query tokens of a row that attend together. More are no faster on a CPU, and take more memory.
+MOST_QUERIES = 64
 
 
 class CausalMask(NamedTuple):
-    """What a model's mask becomes. The kernel itself hides the keys after a query."""
+    """What a model's mask becomes. The kernel itself hides the keys after a query token."""
 
     is_token: Tensor | None  # (rows, columns so far), bool, False on padding. None: no padding
     window: int | None  # how many keys a query sees, the newest included
@@ -76,28 +77,29 @@ def attention(
         ("dropout", dropout, (0,)),
         ("is_causal", is_causal, (None, True)),
         ("position_bias", position_bias, (None,)),
-        ("sliding_window", sliding_window, (attention_mask.window,)),  # no window of other kinds
+        ("sliding_window", sliding_window, (attention_mask.window,)),  # the mask's own
     ):
         if got not in served:
             raise NotImplementedError(f"{name}={got!r} is not served by {NAME}, only {served}")
     query, key, value = (t.transpose(1, 2) for t in (query, key, value))
     rows, q_len, num_heads, _ = query.shape
-    now, pool = layer.cache.forward_pass(rows, q_len, attention_mask.is_token), layer.cache.pool
-    pool.write(key.flatten(0, 1), value.flatten(0, 1), now.slots.flatten(), layer.number)
-    caches = pool.key_cache(layer.number), pool.value_cache(layer.number)
+    cache, number, pool = layer.cache, layer.number, layer.cache.pool
+    this_pass = cache.forward_pass(rows, q_len, attention_mask.is_token)
+    pool.write(key.flatten(0, 1), value.flatten(0, 1), this_pass.slots.flatten(), number)
+    caches = pool.key_cache(number), pool.value_cache(number)
     out = query.new_empty(query.shape)
-    for columns, lens, plan in now.pieces(num_heads, sliding_window):
+    for columns, lens, plan in this_pass.pieces(num_heads, sliding_window):
         options = {"scale": scaling, "softcap": softcap, "sinks": s_aux, "out": out[:, columns]}
-        plan.run(query[:, columns], *caches, now.tables, lens, **options)
+        plan.run(query[:, columns], *caches, this_pass.tables, lens, **options)
     return out, None
 
 
 class ForwardPass:
-    """One forward pass: the slots of its new tokens, and what all of its layers attend by.
+    """What all layers of one forward pass share: slots, a block table, lengths, and plans.
 
-    A row of a pass is a sequence. Its columns are new tokens and, on the left, padding.
+    Each row of a pass belongs to a sequence. Its columns are new tokens and, on the left, padding.
 
-    Args:    is_new: (rows, q_len), bool, on the CPU, which columns are tokens to be stored
+    Args:    is_new: (rows, q_len), bool, on the CPU. True where a column is a token to be stored
     Raises:  OutOfBlocks: the pool can't hold them. No sequence is extended
     """
 
@@ -144,11 +146,11 @@ class Piece(NamedTuple):
 
 
 def new_tokens(is_token: Tensor, q_len: int, held: Tensor, live: Tensor) -> Tensor:
-    """(rows, q_len), which columns of a pass are tokens.
+    """(rows, q_len), bool. True where a column of a pass is a token.
 
     Args:    is_token: as `CausalMask.is_token`
              held: (rows,), the tokens that the pool holds of each row
-             live: (rows,), which rows are checked, because they aren't finished
+             live: (rows,), bool, False for rows that are finished. Those aren't checked
     Raises:  ValueError: padding isn't on the left alone, or is_token doesn't fit what is held
     """
     new = is_token[:, -q_len:]

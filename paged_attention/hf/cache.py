@@ -79,7 +79,7 @@ class PagedCache(DynamicCache):
         pool.extend_all(self.seq_ids, [0] * len(self.seq_ids))  # from now on the new ones exist
         self.finished = [False] * len(self.seq_ids)
         self.columns = max(pool.seq_lens(self.seq_ids).tolist(), default=0)  # padding included
-        self.now: ForwardPass | None = None  # what the layers of the current pass share
+        self.current_pass: ForwardPass | None = None
         paged = _attention_layers(self)
         if self.columns and len(paged) < len(self.layers):
             rule = "new to a model whose other layers have a state too"
@@ -114,7 +114,7 @@ class PagedCache(DynamicCache):
 
     def forward_pass(self, num_rows: int, q_len: int, is_token: Tensor | None) -> ForwardPass:
         """The current forward pass. The first of its layers to attend begins it."""
-        if self.now is None:
+        if self.current_pass is None:
             if num_rows != len(self.seq_ids):
                 refuse("seq_ids", f"a name for each of the {num_rows} rows", self.seq_ids)
             live = torch.tensor(self.finished, dtype=torch.bool).logical_not()
@@ -122,9 +122,10 @@ class PagedCache(DynamicCache):
             if is_token is not None:
                 held = self.pool.seq_lens(self.seq_ids).cpu()
                 is_new = new_tokens(is_token.cpu(), q_len, held, live)
-            self.now = ForwardPass(self.pool, self.seq_ids, is_new & live.unsqueeze(1))
+            is_new = is_new & live.unsqueeze(1)
+            self.current_pass = ForwardPass(self.pool, self.seq_ids, is_new)
             self.columns += q_len
-        return self.now
+        return self.current_pass
 
     def _empty(self, seq_id: Hashable) -> None:
         self.pool.free(seq_id)
@@ -139,7 +140,7 @@ class PagedLayer(CacheLayerMixin):
         self.cache, self.number = cache, number
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs):
-        """Its arguments. `attention` stores them, because only it has the mask.
+        """Returns its arguments. `attention` stores them, because only it has the mask.
 
         Raises:  ValueError: the model's attention is another one, which would see only these keys
         """
@@ -149,7 +150,7 @@ class PagedLayer(CacheLayerMixin):
                 f'a PagedCache needs model.set_attn_implementation("{NAME}"), got {chosen!r}'
             )
         if self.number == 0:
-            self.cache.now = None  # a forward pass begins
+            self.cache.current_pass = None  # another one begins
         key_states.paged_layer = self  # pyright: ignore[reportAttributeAccessIssue]: for attention
         return key_states, value_states
 
@@ -170,13 +171,13 @@ class PagedLayer(CacheLayerMixin):
     get_max_cache_shape = get_max_length  # its name in transformers 4
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing, because the pool is there."""
+        """Does nothing, because the pool is there already."""
 
     def reset(self) -> None:
-        """Nothing, because the cache does it for all layers."""
+        """Does nothing, because the cache does it for all layers."""
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Nothing, because the cache does it for all layers."""
+        """Does nothing, because the cache does it for all layers."""
 
 
 def _text(config: PretrainedConfig) -> PretrainedConfig:

@@ -13,10 +13,10 @@ from torch import Tensor
 from .fp8 import widen
 from .layouts import tokens_of
 from .step import Step
-from .workspace import Buffer
+from .workspace import Buffer, is_traced
 
-# On meta, torch 2.1's index_select gives `out` the shape of its source. So it gets a source of
-# the right shape there, because on meta only shapes matter.
+# Without data, torch 2.1's index_select gives `out` the shape of its source. So on meta it gets a
+# source of the right shape, because only shapes matter there, and a tracer sees a copy.
 _META_RESIZES_OUT = torch.__version__.startswith("2.1.")
 
 
@@ -121,6 +121,8 @@ def _select_rows(rows: Tensor, row_ids: Tensor, out: Tensor) -> None:
 
 def select(source: Tensor, index: Tensor, out: Tensor) -> Tensor:
     """source[index] along the first dimension, into out."""
+    if _META_RESIZES_OUT and is_traced(out):
+        return out.copy_(torch.index_select(source, 0, index))
     if _META_RESIZES_OUT and out.is_meta:
         source = source[:1].expand_as(out)
     return torch.index_select(source, 0, index, out=out)

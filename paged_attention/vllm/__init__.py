@@ -4,9 +4,9 @@ The plugin puts them where a build of vLLM has none. Nothing of vLLM is imported
 is asked to register.
 
     attention.py  paged_attention_v1, paged_attention_v2    choice.py    when V2 is worth it
-    states.py     what V2 leaves behind, merge_attn_states  dispatch.py  forward_decode
-    writes.py     reshape_and_cache                         plugin.py    register, unregister
-    scales.py     kv_cache_dtype, k_scale, v_scale
+    partial.py    the states that the kernel leaves         dispatch.py  forward_decode
+    states.py     V2's scratch, merge_attn_states           plugin.py    register, unregister
+    writes.py     reshape_and_cache                         scales.py    kv_cache_dtype, k_scale
 """
 
 from paged_attention.vllm.attention import paged_attention_v1, paged_attention_v2

@@ -90,12 +90,12 @@ def _install(mode: str) -> list[str]:
         name = ours.__name__
         if not _is_served(ops, name):
             _replace(ops, name, ours)
-            said.append(f"{name} is ours, there is no native one")
+            said.append(f"{name} is ours, because there is no native one")
     attention = _class_with_forward_decode()
     if mode == "force" or not _is_served(ops, "paged_attention_v2"):
         _replace(ops, "paged_attention_v2", paged_attention_v2)
-        why = "PAGED_ATTENTION_VLLM=force" if mode else "there is no native one"
-        said += [f"paged_attention_v2 is ours, {why}", _let_choose(attention, ops, None)]
+        why = "of PAGED_ATTENTION_VLLM=force" if mode else "there is no native one"
+        said += [f"paged_attention_v2 is ours, because {why}", _let_choose(attention, ops, None)]
     else:
         native_v2 = ops.paged_attention_v2
         _replace(ops, "paged_attention_v2", _tried_first(attention, ops, native_v2))

@@ -12,6 +12,7 @@ from paged_attention.kernel.merge import merge_states
 from paged_attention.kernel.partition import ceil_div
 from paged_attention.kernel.plan import DecodePlan
 from paged_attention.kernel.workspace import Workspace
+from paged_attention.vllm.partial import partial_states
 
 
 class Scratch(NamedTuple):
@@ -58,25 +59,19 @@ def write_states(
     Args:    workspace: the run's, which no other plan has used since
              v_scale: a float, or a tensor () or (num_kv_heads,). The states don't contain it yet
     """
-    schedule, shape = plan.schedule, plan.schedule.shape
-    buffers = workspace.bind(plan.buffers, schedule.arange)
-    seq_lens = seq_lens.to(scratch.exp_sum.device).view(-1, 1, 1)
+    num_heads = plan.schedule.shape.num_heads
     if isinstance(v_scale, Tensor) and v_scale.dim():
-        v_scale = v_scale.repeat_interleave(shape.num_heads // len(v_scale)).view(-1, 1, 1)
-    for first_row, num_rows, first_state, num_states in schedule.segments:
-        first, num_seqs = first_row // shape.num_rows, num_rows // shape.num_rows
-        states = slice(first_state, first_state + num_rows * num_states)
-        m = buffers.m()[states].view(num_seqs, shape.num_heads, num_states)
-        acc_s = buffers.acc_s()[states].view(*m.shape, shape.state_columns)
-        acc, s = acc_s[..., : shape.head_size], acc_s[..., shape.head_size]
-        attention = acc / s.unsqueeze(-1) * v_scale  # (num_seqs, num_heads, num_states, head_size)
-        # A list of all sequences would only be copied to the device.
-        everything = num_seqs == schedule.num_seqs
-        seqs = slice(None) if everything else schedule.order[first : first + num_seqs]
+        v_scale = v_scale.repeat_interleave(num_heads // len(v_scale)).view(-1, 1, 1)
+    seq_lens = seq_lens.to(scratch.exp_sum.device).view(-1, 1, 1)
+    for seqs, *states in partial_states(plan, workspace):
+        acc, s, m = (tensor.squeeze(2) for tensor in states)  # (seqs, num_heads, num_states, ...)
+        attention = acc / s.unsqueeze(-1) * v_scale
+        if len(seqs) == plan.schedule.num_seqs:
+            seqs = slice(None)  # because a list of them all would be copied to the device
         # A capacity plan has partitions that lie past their sequence's end. vLLM leaves those.
-        starts = torch.arange(num_states, device=m.device) * plan.partition_size
+        starts = torch.arange(m.shape[2], device=m.device) * plan.partition_size
         live = starts < seq_lens[seqs]  # (num_seqs, 1, num_states)
-        place = seqs, slice(None), slice(num_states)
+        place = seqs, slice(None), slice(m.shape[2])
         for tensor, of_kind, seen in (
             (scratch.exp_sum, s, live),
             (scratch.max_logits, m, live),

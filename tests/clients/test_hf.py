@@ -31,6 +31,18 @@ def paged(model, prompts=PROMPTS, num_tokens=NEW, pool=None, **more):
     return *run, cache
 
 
+def begin(model, rows="a", num_blocks=4):
+    """A cache over blocks of 16, for a model that attends through it."""
+    model.set_attn_implementation("paged_attention")
+    return hf.PagedCache(awkward_pool(model, num_blocks), model.config, rows)
+
+
+@torch.no_grad()
+def forward(model, cache, ids, mask=None):
+    mask = {} if mask is None else {"attention_mask": torch.tensor(mask)}
+    return model(torch.tensor(ids), **mask, **{CACHE: cache}).logits
+
+
 def assert_same_text(got, right):
     assert torch.equal(got[0], right[0])
     assert (got[1] - right[1]).abs().max() < TOLERANCE
@@ -129,9 +141,7 @@ def test_a_prefix_is_stored_once_until_its_heirs_part(llama):
 
     pool = awkward_pool(llama, 40, 4)
     llama.set_attn_implementation("paged_attention")
-    first = hf.PagedCache(pool, llama.config, ["prefix"])
-    with torch.no_grad():
-        llama(torch.tensor([prefix]), **{CACHE: first})
+    forward(llama, hf.PagedCache(pool, llama.config, ["prefix"]), [prefix])
     for heir in "abc":
         pool.fork("prefix", heir)
     assert pool.num_free_blocks == 37  # 10 tokens in blocks of 4, for all four
@@ -151,19 +161,17 @@ def test_out_of_blocks_is_said_before_any_row_is_longer_and_the_step_can_be_trie
     pool = awkward_pool(llama, 3, 4)
     cache = hf.PagedCache(pool, llama.config, "ab")
     llama.set_attn_implementation("paged_attention")
-    prompts, step = torch.tensor([[5, 6, 7, 8], [15, 16, 17, 18]]), torch.tensor([[9], [19]])
-    with torch.no_grad():
-        llama(prompts, **{CACHE: cache})
-        held = pool.key_cache().clone()
-        with pytest.raises(OutOfBlocks, match="need 2 more blocks.*only 1 of 3 are free"):
-            llama(step, **{CACHE: cache})
-        assert pool.seq_lens("ab").tolist() == [4, 4] and cache.get_seq_length() == 4
-        assert pool.num_free_blocks == 1
-        assert torch.equal(pool.key_cache().nan_to_num(9), held.nan_to_num(9))
-        cache.finish(1)
-        logits = llama(step, **{CACHE: cache}).logits[0]
-        llama.set_attn_implementation("eager")
-        right = llama(torch.tensor([[5, 6, 7, 8, 9]])).logits[0, -1:]
+    forward(llama, cache, [[5, 6, 7, 8], [15, 16, 17, 18]])
+    held = pool.key_cache().clone()
+    with pytest.raises(OutOfBlocks, match="need 2 more blocks.*only 1 of 3 are free"):
+        forward(llama, cache, [[9], [19]])
+    assert pool.seq_lens("ab").tolist() == [4, 4] and cache.get_seq_length() == 4
+    assert pool.num_free_blocks == 1
+    assert torch.equal(pool.key_cache().nan_to_num(9), held.nan_to_num(9))
+    cache.finish(1)
+    logits = forward(llama, cache, [[9], [19]])[0]
+    llama.set_attn_implementation("eager")
+    right = llama(torch.tensor([[5, 6, 7, 8, 9]])).logits[0, -1:]
     assert (logits - right).abs().max() < TOLERANCE
 
 
@@ -189,9 +197,7 @@ def test_a_row_that_goes_on_from_a_finished_one_is_finished(llama):
     cache.finish(0)
     cache.reorder_cache(torch.tensor([1, 0]))
     assert cache.pool.seq_lens([0, 1]).tolist() == [13, 0]
-    llama.set_attn_implementation("paged_attention")
-    with torch.no_grad():
-        llama(torch.tensor([[5], [6]]), **{CACHE: cache})
+    forward(llama, cache, [[5], [6]])
     assert cache.pool.seq_lens([0, 1]).tolist() == [14, 0]
 
 
@@ -209,21 +215,17 @@ def test_a_cache_that_is_reset_begins_again(llama, right):
 
 @pytest.mark.parametrize("mask", [[[1, 1, 0]], [[1, 0, 1]], [[1, 1, 1, 1]]])
 def test_a_mask_that_is_no_left_padding_is_refused(llama, mask):
-    llama.set_attn_implementation("paged_attention")
-    cache = hf.PagedCache(awkward_pool(llama, 4), llama.config, "a")
+    cache = begin(llama)
     with pytest.raises(ValueError, match="attention_mask.*left"):
-        llama(torch.tensor([[5, 6, 7]]), attention_mask=torch.tensor(mask), **{CACHE: cache})
+        forward(llama, cache, [[5, 6, 7]], mask)
     assert cache.pool.num_free_blocks == 4
 
 
 def test_a_mask_that_hides_what_the_cache_holds_is_refused(llama):
-    llama.set_attn_implementation("paged_attention")
-    cache = hf.PagedCache(awkward_pool(llama, 4), llama.config, "a")
-    with torch.no_grad():
-        llama(torch.tensor([[5, 6, 7]]), **{CACHE: cache})
-        with pytest.raises(ValueError, match="row's 4 tokens, got 3 ones"):
-            mask = torch.tensor([[0, 1, 1, 1]])
-            llama(torch.tensor([[5]]), attention_mask=mask, **{CACHE: cache})
+    cache = begin(llama)
+    forward(llama, cache, [[5, 6, 7]])
+    with pytest.raises(ValueError, match="row's 4 tokens, got 3 ones"):
+        forward(llama, cache, [[5]], [[0, 1, 1, 1]])
     assert cache.pool.seq_lens("a").tolist() == [3]
 
 
@@ -232,21 +234,15 @@ def test_another_mask_than_a_causal_one_is_refused(llama):
     for another in ({"use_vmap": True}, {"allow_is_causal_skip": False}):
         with pytest.raises(NotImplementedError, match="causal"):
             mask(batch_size=1, attention_mask=None, **another)
-    llama.set_attn_implementation("paged_attention")
-    cache = hf.PagedCache(awkward_pool(llama, 4), llama.config, "a")
-    with pytest.raises(ValueError, match="attention_mask.*1, 1, 3, 3"):
-        llama(
-            torch.tensor([[5, 6, 7]]),
-            attention_mask=torch.ones(1, 1, 3, 3, dtype=torch.bool),
-            **{CACHE: cache},
-        )
+    with pytest.raises(ValueError, match="attention_mask.*1, 1, 1, 1"):
+        forward(llama, begin(llama), [[5]], [[[[True]]]])
 
 
 def test_our_cache_with_another_attention_is_refused(llama):
+    cache = begin(llama)
     llama.set_attn_implementation("eager")
-    cache = hf.PagedCache(awkward_pool(llama, 4), llama.config, "a")
     with pytest.raises(ValueError, match='set_attn_implementation."paged_attention".*eager'):
-        llama(torch.tensor([[5, 6, 7]]), **{CACHE: cache})
+        forward(llama, cache, [[5, 6, 7]])
 
 
 def test_another_cache_than_ours_is_refused(llama):
@@ -272,10 +268,9 @@ def test_an_option_it_does_not_have_is_refused(llama, option):
 
 
 def test_rows_that_are_not_the_caches_are_refused(llama):
-    llama.set_attn_implementation("paged_attention")
-    cache = hf.PagedCache(awkward_pool(llama, 4), llama.config, "ab")
+    cache = begin(llama, "ab")
     with pytest.raises(ValueError, match="seq_ids.*3 rows.*'a', 'b'"):
-        llama(torch.ones(3, 4, dtype=torch.long), **{CACHE: cache})
+        forward(llama, cache, [[1]] * 3)
     assert cache.pool.num_free_blocks == 4
 
 

@@ -33,7 +33,7 @@ INVARIANCE, DIFFERENTIAL = f"{T}invariance.py", f"{T}differential.py"
 FIELD_CASES, AROUND = f"{T}field_cases.py", f"{T}surroundings.py"
 MALFORMED, MALFORMED_OUT, PARTITION = (
     f"{T}malformed.py",
-    f"{T}malformed_out.py",
+    f"{T}aliasing.py",
     f"{T}partition.py",
 )
 MALFORMED_PLANS, COST, MEASURE = (
@@ -285,7 +285,7 @@ KERNEL = [
         "gemm.py",
         "    if num == 1:",
         "    if False:",
-        PLAN + " -k bits_do_not_depend",
+        INVARIANCE + " -k bits_do_not_depend",
         ISOLATION,
         INVARIANCE,
     ),
@@ -629,6 +629,7 @@ MEASURING = [
 ]
 
 vllm = of("paged_attention/vllm/", "tests/clients/test_vllm_ops.py")
+SCRATCH, WRITES = "tests/clients/test_vllm_scratch.py", "tests/clients/test_vllm_writes.py"
 PLUGIN = "tests/clients/test_vllm_plugin.py"
 VLLM = [
     vllm(
@@ -636,12 +637,14 @@ VLLM = [
         "states.py",
         "live = starts < seq_lens[seqs]",
         "live = starts <= seq_lens[seqs]",
+        SCRATCH,
     ),
     vllm(
         "exp_sum is relative to 0, not to the partition's largest logit",
         "states.py",
-        "(exp_sum, s, live),",
-        "(exp_sum, s * m.exp(), live),",
+        "(scratch.exp_sum, s, live),",
+        "(scratch.exp_sum, s * m.exp(), live),",
+        SCRATCH,
     ),
     vllm(
         "PAGED_ATTENTION_V2_MIN_LEN is ignored",
@@ -654,13 +657,13 @@ VLLM = [
         "dispatch.py",
         "return not any(step.offset < store < step.argval for step in jumps)",
         "return True or jumps",
-        PLUGIN,
+        "tests/clients/test_vllm_dispatch.py",
     ),
     vllm(
         "unregister leaves something behind",
         "plugin.py",
-        "while _kept:",
-        "while len(_kept) > 1:",
+        "while _replaced:",
+        "while len(_replaced) > 1:",
         PLUGIN,
     ),
     vllm(
@@ -668,12 +671,14 @@ VLLM = [
         "writes.py",
         "kept = slot_mapping >= 0",
         "kept = slot_mapping >= -1",
+        WRITES,
     ),
     vllm(
         "what fp8 can't hold becomes NaN",
         "writes.py",
         ".clamp(-largest, largest)",
         ".clamp(-2 * largest, 2 * largest)",
+        WRITES,
     ),
 ]
 

@@ -3,52 +3,13 @@
 import ixformer.functions as ixf
 
 
-def paged_attention_v1(
-    out,
-    query,
-    key_cache,
-    value_cache,
-    num_kv_heads,
-    scale,
-    block_tables,
-    seq_lens,
-    block_size,
-    max_seq_len,
-    alibi_slopes,
-    kv_cache_dtype=None,
-):
-    given = list(locals().values())[:11]
-    ixf.vllm_single_query_cached_kv_attention(*given)
+def paged_attention_v1(*given):
+    ixf.vllm_single_query_cached_kv_attention(*given[:11])
 
 
-def paged_attention_v2(
-    out,
-    exp_sum,
-    max_logits,
-    tmp_out,
-    query,
-    key_cache,
-    value_cache,
-    num_kv_heads,
-    scale,
-    block_tables,
-    seq_lens,
-    block_size,
-    max_seq_len,
-    alibi_slopes,
-    kv_cache_dtype,
-    k_scale,
-    v_scale,
-    tp_rank=0,
-    blocksparse_local_blocks=0,
-    blocksparse_vert_stride=0,
-    blocksparse_block_size=64,
-    blocksparse_head_sliding_step=0,
-):
+def paged_attention_v2(*given):
     raise NotImplementedError("paged_attention_v2")
 
 
-def reshape_and_cache(
-    key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale
-):
-    ixf.vllm_cache_ops_reshape_and_cache(key, value, key_cache, value_cache, slot_mapping)
+def reshape_and_cache(*given):
+    ixf.vllm_cache_ops_reshape_and_cache(*given[:5])
