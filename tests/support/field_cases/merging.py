@@ -22,12 +22,8 @@ def test_merge_of_empty_states_is_empty(row):
     def merged(*states):
         return merge_states(*(torch.stack(parts) for parts in zip(*states)))
 
-    for states, right in (
-        ([empty, full], full),
-        ([full, empty], full),
-        ([empty] * 2, empty),
-        ([empty] * 10, empty),
-    ):
+    empties = [([empty] * n, empty) for n in (2, 10)]
+    for states, right in (([empty, full], full), ([full, empty], full), *empties):
         for name, got, expected in zip(("out", "lse"), merged(*states), right):
             row.same(got, expected, name)
     try:
