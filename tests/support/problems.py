@@ -39,6 +39,7 @@ class Problem:
     checks: dict  # what of `paged_attention` changes no answer
     out_dtype: torch.dtype
     out_strided: bool
+    dense: Dense  # what the caches hold, by value; hidden tokens may be NaN
     values: list  # each sequence's largest value
     logits: list  # each sequence's largest logit, as a sum of absolute terms
     notes: dict = field(default_factory=dict)
@@ -98,6 +99,7 @@ def problems(draw, layout, kind):
         checks=draw(st.sampled_from([{}, {"max_seq_len": most}, {"validate": False}])),
         out_dtype=draw(st.sampled_from(sorted({query.dtype, torch.float32}, key=str))),
         out_strided=draw(st.booleans()),
+        dense=dense,
         values=[_largest(v).max().item() * values_scale if len(v) else 0.0 for v in dense.values],
         logits=_largest_logits(dense, options),
         notes={

@@ -427,12 +427,7 @@ KERNEL = [
         "decode.py",
         "and not validate and not seq_lens.is_cpu:",
         "and not validate:",
-        DECODE,
-        MALFORMED,
-        AROUND,
-        PLAN,
-        FIELD_CASES,
-        DIFFERENTIAL,
+        f"{T}plain_call.py",
     ),
     kernel(
         "out may lie over an input",
@@ -519,7 +514,7 @@ CACHE = [
     ),
 ]
 
-judge = of("paged_attention/", f"{T}decode.py -k reference")
+judge = of("paged_attention/", "tests/test_second_witness.py")
 REFERENCE = [
     judge(
         "the reference's window is one key too wide",
@@ -538,7 +533,7 @@ REFERENCE = [
         "reference.py",
         "v = value[slots].view(dtype).double() * v_scale",
         "v = value[slots].view(dtype).double()",
-        f"{T}decode.py -k reference",
+        "tests/test_second_witness.py",
         FIELD_CASES + " -k fp8",
         DIFFERENTIAL,
     ),
