@@ -193,6 +193,13 @@ class DecodePlan:
 
         Returns: out, or (out, lse)
         Raises:  TypeError, ValueError: the argument, its value, and what it should be
+        Example: one plan for all layers
+            >>> sizes = {"num_heads": 2, "num_kv_heads": 1, "head_size": 16, "block_size": 4}
+            >>> plan = plan_decode(**sizes, layout="HND", seq_lens=[5])
+            >>> pool = torch.arange(8.0).view(2, 1, 4, 1).expand(2, 1, 4, 16)
+            >>> step = torch.zeros(1, 2, 16), pool, pool, torch.tensor([[1, 0]]), torch.tensor([5])
+            >>> [plan.run(*step, v_scale=1.0 + layer)[0, :, 0] for layer in range(2)]
+            [tensor([4.4000, 4.4000]), tensor([8.8000, 8.8000])]
         """
         inputs = Inputs(query, key_cache, value_cache, block_tables, seq_lens)
         window = self.shape.window

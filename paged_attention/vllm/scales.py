@@ -25,15 +25,10 @@ def cache_options(
 
     Raises:  TypeError: this is the call of vLLM before 0.5.3, with one kv_scale for both
     """
-    if isinstance(v_scale, int):
+    if isinstance(v_scale, int) or (k_scale is None) != (v_scale is None):
         raise TypeError(
-            f"v_scale must be a float or a tensor, got the int {v_scale!r}, which is tp_rank in a "
-            f"call of vLLM before 0.5.3 with its one kv_scale"
-        )
-    if (k_scale is None) != (v_scale is None):
-        raise TypeError(
-            f"k_scale and v_scale must be given both or not at all, got {k_scale!r} and "
-            f"{v_scale!r}, as in a call of vLLM before 0.5.3 with its one kv_scale"
+            f"k_scale and v_scale must be floats or tensors, or both missing, got {k_scale!r} and "
+            f"{v_scale!r}. vLLM before 0.5.3 had one kv_scale, and tp_rank in v_scale's place"
         )
     if kv_cache_dtype is None or kv_cache_dtype == "auto":
         return CacheOptions("auto", 1.0, 1.0)
