@@ -31,27 +31,12 @@ EXTREMES = [-INF, 0.0, -60000.0, 60000.0, -3e37, 3e37, -3.4e38, 3.4e38, 1e-30, -
 
 
 def judge(outs, lses):
-    """The merge in plain Python: float64, one number at a time."""
-    num_states, *shape, size = outs.shape
-    rows = math.prod(shape)
-    flat_outs = outs.double().reshape(num_states, rows, size).tolist()
-    flat_lses = lses.double().reshape(num_states, rows).tolist()
-    out, lse = [], []
-    for r in range(rows):
-        live = [s for s in range(num_states) if flat_lses[s][r] != -INF]
-        top = max((flat_lses[s][r] for s in live), default=-INF)
-        weights = {s: math.exp(flat_lses[s][r] - top) for s in live}
-        total = sum(weights.values())
-        lse.append(top + math.log(total) if live else -INF)
-        out.append(
-            [sum(w * flat_outs[s][r][d] for s, w in weights.items()) / total for d in range(size)]
-            if live
-            else [0.0] * size
-        )
-    return (
-        torch.tensor(out, dtype=torch.float64).reshape(*shape, size),
-        torch.tensor(lse, dtype=torch.float64).reshape(shape),
-    )
+    """The merge in float64, of one empty state more, so that there is one."""
+    outs = torch.cat([outs.double(), torch.zeros(1, *outs.shape[1:])])
+    lses = torch.cat([lses.double(), torch.full((1, *lses.shape[1:]), -INF)])
+    weights = torch.exp(lses - lses.amax(0).clamp(min=-1e300)).unsqueeze(-1)
+    total = (weights * outs.masked_fill(weights == 0, 0.0)).sum(0)
+    return total / weights.sum(0).clamp(min=1e-300), torch.logsumexp(lses, 0)
 
 
 @st.composite
