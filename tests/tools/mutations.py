@@ -375,7 +375,7 @@ KERNEL = [
         "workspace.py",
         "_own = threading.local()",
         '_own = type("Shared", (), {})()',
-        PLAN + " -k threads",
+        INVARIANCE + " -k two_threads",
         INVARIANCE,
     ),
     kernel(
