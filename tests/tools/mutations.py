@@ -39,7 +39,7 @@ MALFORMED, MALFORMED_OUT, PARTITION = (
 MALFORMED_PLANS, COST, MEASURE = (
     f"{T}malformed_plans.py",
     "tests/cost",
-    "tests/measure/test_measure.py",
+    "tests/measure",
 )
 
 kernel = of("paged_attention/kernel/", DECODE, PLAN, DIFFERENTIAL)

@@ -17,7 +17,7 @@ from paged_attention.stages import STAGES
 
 from .judging import case
 
-MEASURE_TESTS = Path(__file__).parents[2] / "measure" / "test_measure.py"
+MEASURE_TESTS = Path(__file__).parents[2] / "measure" / "test_timing.py"
 
 
 @case("PUB-18", least=2)
@@ -99,7 +99,7 @@ def test_a_reused_workspace_holds_no_leftovers_and_a_run_no_host_read(row):
 def test_a_time_includes_the_work_a_device_still_owes(row):
     """Numbers that only measure the launch: here the work ends 50 ms after it."""
     source = MEASURE_TESTS.read_text(encoding="utf-8")  # which hold the rest of this case
-    row.true("stub" in source and "synchronize" in source, "test_measure tests a stub device")
+    row.true("stub" in source and "synchronize" in source, "test_timing tests a stub device")
     done_at, log = 0.0, []
 
     def launch():
