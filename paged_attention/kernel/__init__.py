@@ -4,10 +4,11 @@ Read it in the order of the data:
 
     decode.py     paged_attention: the arguments, a plan, a run
     call.py       the arguments, checked           (layouts.py, options.py, checks.py, aliasing.py)
-    plan.py       plan_decode: a step planned once for all layers
-    schedule.py   lengths -> waves and segments    (partition.py, shape.py, device.py)
+    plan.py       plan_decode: decides the sizes of partitions and waves, once for all layers
+                                                   (device.py: how large a wave may be)
+    schedule.py   lengths -> waves and segments    (partition.py, shape.py)
     step.py       every buffer, declared           (workspace.py: the memory they lie in)
-    execute.py    a run: scale the query, Phase 1, Phase 2, write the result
+    execute.py    a run: scale the query, Phase 1, Phase 2, merge the sink, write the result
     phase1.py     a wave at a time: gather K, logits, softmax, gather V, states
                                                    (gather.py, fp8.py, mask.py)
     phase2.py     the states of a sequence -> one  (merge.py: the algebra; gemm.py)

@@ -82,13 +82,13 @@ def paged_attention(
     Numbers: float32 throughout, autocast or not (torch.set_float32_matmul_precision still has its
              say). What exceeds float32's range overflows: a partition's sum of weighted values, or
              a logit, which becomes NaN if it is too large and counts as unseen if it is too small
-    Cost:    reads K and V of the live blocks once from the cache, and twice from a copy of a wave.
-             On a CPU a wave is small enough for the processor's caches (2,048 tokens of 4 KV
-             heads of 256 lanes). On an accelerator seq_lens is read back to the host, which is
-             one synchronisation. Unless validate=False, block_tables and each tensor among the
-             options are read back, too. With validate=False and max_seq_len nothing is read back,
-             and the cost follows max_seq_len. A step with many layers is planned once, with
-             `plan_decode`
+    Cost:    K and V of the live blocks are read once from the cache, copied a wave at a time, and
+             the copy is read once. On a CPU a wave is small enough for the processor's caches
+             (2,048 tokens of 4 KV heads of 256 lanes). On an accelerator seq_lens is read back to
+             the host, which is one synchronisation. Unless validate=False, block_tables and each
+             tensor among the options are read back, too. With validate=False and max_seq_len
+             nothing is read back, and the cost follows max_seq_len. A step with many layers is
+             planned once, with `plan_decode`
     Source:  vLLM attention_kernels.cuh, paged_attention_v2 (partitions of 512 tokens)
     Example: one sequence of 5 tokens in two blocks of 4. A query of 0 weighs all tokens equally.
         >>> import torch

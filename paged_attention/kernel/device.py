@@ -12,7 +12,7 @@ AMORTISED = 10  # the time that a wave's bytes take, in times of its launches
 
 
 def accelerator_wave(bandwidth: float, launch: float) -> int:
-    """Bytes of K, or of V, as float32, of a wave on a device where launches cost.
+    """The most bytes of a wave's K as float32, on a device where launches cost.
 
     Reading K and V of a wave takes ten times as long as launching its operations, so that the
     launches add a tenth.
@@ -24,7 +24,7 @@ def accelerator_wave(bandwidth: float, launch: float) -> int:
 
 @functools.cache
 def wave_bytes(device: torch.device) -> int:
-    """The most bytes of K, or of V, as float32, that are gathered at once.
+    """The most bytes that a wave's K may take as float32. Its V may take as many.
 
     On a CPU a wave stays in the processor's caches. `meta` has a CPU's waves, because a CPU's
     operations are counted there.

@@ -26,6 +26,7 @@ def execute(step: Step, call: Call, out: Tensor, lse: Tensor | None) -> None:
     lens = too_long = None
     if schedule.is_capacity:
         lens = buffers.seq_lens().copy_(seq_lens)
+        # What both the plan and the table can serve:
         most = min(schedule.longest, call.covered if key_cache.numel() else 0)
         too_long = torch.gt(lens, most, out=buffers.too_long())
     if schedule.waves and key_cache.numel() and block_tables.numel():

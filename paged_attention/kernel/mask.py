@@ -1,4 +1,5 @@
-"""What happens to a wave's logits between its two matrix products: softcap, bias, mask.
+"""What happens to a wave between its two matrix products: softcap, bias and mask of the logits,
+and zeros for the values that no query sees.
 
 All of it follows from one number, the distance from a key to a query, which is the query's
 position less the key's. A causal query sees keys at distances of 0 and more. A window ends at a

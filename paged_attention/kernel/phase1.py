@@ -99,17 +99,18 @@ def _block_ids(step: Step, block_tables: Tensor, columns: Tensor) -> Tensor:
 def _read_lengths(step: Step, block_tables: Tensor, lens: Tensor) -> tuple[Tensor, Tensor]:
     """tokens_to_end and block ids for a capacity schedule, whose lengths are on the device.
 
-    The ids past a sequence's end are replaced by 0. Block 0 is read there, and masked.
+    The ids past a sequence's end are replaced by 0. Block 0 is read there, and masked. With a
+    window, the schedule's blocks are counted from the first block that the sequence needs.
 
     Args:    lens: (num_seqs,), int64, overwritten
     """
     schedule, buffers = step.schedule, step.buffers
     shape, block_size = schedule.shape, schedule.shape.block_size
     columns = schedule.block_columns
-    if shape.window is not None:  # columns are counted from the first block that is needed
+    if shape.window is not None:
         first = torch.sub(lens, shape.window + shape.q_len - 1, out=buffers.first_blocks())
-        first.clamp_(min=0).div_(block_size, rounding_mode="floor")
-        lens.sub_(first, alpha=block_size)
+        first.clamp_(min=0).div_(block_size, rounding_mode="floor")  # tokens, and now blocks
+        lens.sub_(first, alpha=block_size)  # tokens from there on
         columns = select(first, schedule.block_seqs, buffers.columns()).add_(columns)
     columns = torch.clamp(columns, max=block_tables.shape[1] - 1, out=buffers.columns())
     block_ids = _block_ids(step, block_tables, columns)

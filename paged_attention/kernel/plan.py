@@ -110,7 +110,8 @@ class DecodePlan:
 
     Args:    shape, layout, device, partition_size: as `plan_decode`, checked but for the last
              lengths: tokens of each sequence. If is_capacity, the most that each may have
-             wave_budget: bytes of K, or of V, as float32, of a wave. None: the device's
+             wave_budget: the most bytes that a wave's K may take as float32. Its V may take as
+                   many. None: the device's
     """
 
     def __init__(
@@ -124,9 +125,9 @@ class DecodePlan:
         is_capacity: bool,
         wave_budget: int | None = None,
     ) -> None:
-        needed = shape
+        effective = shape
         if shape.window is not None and shape.window >= max(lengths, default=0):
-            needed = shape._replace(window=None)  # all keys are in the window
+            effective = shape._replace(window=None)  # all keys are in the window
         floats = (wave_budget or wave_bytes(device)) // 4
         kv_floats = shape.num_kv_heads * shape.head_size  # of a token's K, or of its V
         partition_size = optional_count("partition_size", partition_size)
@@ -137,8 +138,8 @@ class DecodePlan:
         self.shape, self.layout = shape, layout
         self.partition_size = whole_blocks(partition_size, shape.block_size)
         cut = self.partition_size, wave_tokens
-        self.schedule = Schedule(needed, lengths, *cut, is_capacity=is_capacity, device=device)
-        self.buffers = step_buffers(needed, self.schedule.extent)
+        self.schedule = Schedule(effective, lengths, *cut, is_capacity=is_capacity, device=device)
+        self.buffers = step_buffers(effective, self.schedule.extent)
 
     @classmethod
     def exact(cls, shape, layout, device, lengths, partition_size=None, **more) -> "DecodePlan":

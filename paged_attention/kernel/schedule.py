@@ -30,7 +30,7 @@ class Wave(NamedTuple):
     blocks: slice  # among all of the schedule's blocks
     seqs: Tensor  # (items,), int64, the sequence of each item
     state_rows: Tensor  # (items * num_rows,), int64, where the items' states belong
-    # Tokens left in the sequence. The slot itself and the sequence's last token both count.
+    # Tokens from a slot to its sequence's end, which are its length less the slot's position.
     min_tokens_from_last_slot: int  # the smallest over the wave, 0 or less where an item overhangs
     max_tokens_from_first_slot: int  # the largest over the wave
 
