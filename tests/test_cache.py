@@ -8,21 +8,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import (
-    DTYPES,
-    LAYOUTS,
-    NAN,
-    assert_close,
-    assert_same,
-    empty_caches,
-    in_each_layout,
-    load,
-    on_each_device,
-    oracle,
-)
+from helpers import DTYPES, assert_close, assert_same, in_each_layout, on_each_device, oracle
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from pools import LAYOUTS, NAN, empty_caches, load
 
 from paged_attention import OutOfBlocks, PagedKVCache, paged_attention
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from faults import WRONG, refused
-from helpers import NAN, in_each_layout
+from helpers import in_each_layout
+from pools import NAN
 
 from paged_attention import OutOfBlocks, PagedKVCache
 

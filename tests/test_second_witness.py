@@ -20,9 +20,10 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import INF, LAYOUTS, Dense, assert_close, oracle
+from helpers import assert_close, oracle
 from hypothesis import assume, given, note
 from hypothesis import strategies as st
+from pools import INF, LAYOUTS, Dense
 from problems import problems
 
 from paged_attention import reference_attention

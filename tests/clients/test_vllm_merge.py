@@ -6,7 +6,8 @@ import inspect
 
 import pytest
 import torch
-from helpers import DTYPES, INF, NAN, assert_close, assert_same, oracle, random, rounding
+from helpers import DTYPES, assert_close, assert_same, oracle, rounding
+from pools import INF, NAN, random
 
 from paged_attention.vllm.states import merge_attn_states
 

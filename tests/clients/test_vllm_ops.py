@@ -9,19 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import (
-    DTYPES,
-    NAN,
-    assert_close,
-    assert_same,
-    empty_caches,
-    generated,
-    oracle,
-    paged,
-    random,
-    rounding,
-    to,
-)
+from helpers import DTYPES, assert_close, assert_same, oracle, rounding
+from pools import NAN, empty_caches, generated, paged, random, to
 from vllm_calls import OPERATIONS, arguments, each_version, run, run_v2, scratch_for, step
 
 from paged_attention import DecodePlan

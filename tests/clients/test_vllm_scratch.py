@@ -7,7 +7,8 @@ import math
 
 import pytest
 import torch
-from helpers import Dense, assert_close, assert_same, oracle, paged, random, rounding
+from helpers import assert_close, assert_same, oracle, rounding
+from pools import Dense, paged, random
 from vllm_calls import LENS, OPERATIONS, arguments, each_version, run, run_v2, scratch_for, step
 
 from paged_attention import Workspace, plan_decode

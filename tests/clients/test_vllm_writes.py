@@ -6,19 +6,8 @@ import inspect
 
 import pytest
 import torch
-from helpers import (
-    DTYPES,
-    INF,
-    NAN,
-    assert_close,
-    assert_same,
-    empty_caches,
-    oracle,
-    paged,
-    random,
-    rounding,
-    store,
-)
+from helpers import DTYPES, assert_close, assert_same, oracle, rounding
+from pools import INF, NAN, empty_caches, paged, random, store
 from vllm_calls import arguments, run
 
 from paged_attention.vllm.writes import reshape_and_cache

@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import DTYPES, LAYOUTS, lanes_per_chunk
+from helpers import DTYPES
 from hypothesis import given
 from hypothesis import strategies as st
+from pools import LAYOUTS, lanes_per_chunk
 
 from paged_attention import Workspace, paged_attention
 from paged_attention.cost import NAMES, PROFILES, DeviceProfile, Figure, Shape, cost_of, predict

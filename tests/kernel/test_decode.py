@@ -12,26 +12,17 @@ import pytest
 import torch
 from helpers import (
     DTYPES,
-    INF,
-    LAYOUTS,
-    NAN,
-    Dense,
     assert_close,
     assert_same,
-    generated,
     in_each_layout,
-    inside,
     on_each_device,
     oracle,
-    paged,
     pairwise,
-    random,
     rounding,
-    to,
-    uniform,
 )
 from hypothesis import given
 from hypothesis import strategies as st
+from pools import INF, LAYOUTS, NAN, Dense, generated, inside, paged, random, to, uniform
 from problems import problems
 
 import paged_attention as package

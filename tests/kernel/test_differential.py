@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import ATOL, INF, NAN, Pool, in_each_layout
+from helpers import ATOL, in_each_layout
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
+from pools import INF, NAN, Pool
 from problems import problems
 from ways import WAYS, second_run, way
 

@@ -11,22 +11,10 @@ import threading
 
 import pytest
 import torch
-from helpers import (
-    DTYPES,
-    INF,
-    LAYOUTS,
-    NAN,
-    Dense,
-    assert_close,
-    assert_same,
-    on_each_device,
-    paged,
-    pairwise,
-    random,
-    to,
-)
+from helpers import DTYPES, assert_close, assert_same, on_each_device, pairwise
 from hypothesis import given
 from hypothesis import strategies as st
+from pools import INF, LAYOUTS, NAN, Dense, paged, random, to
 from ways import WAYS, way
 
 HEADS = ((6, 2, 16), (7, 7, 48), (1, 1, 8), (7, 1, 104), (3, 3, 40))  # with KV heads and head size

@@ -12,7 +12,8 @@ import faults
 import pytest
 import torch
 from faults import HEADS, KINDS, KV_HEADS, SEQS, WRONG, good, ids, refused, run_of, signs, without
-from helpers import INF, LAYOUTS, NAN, assert_same, in_each_layout, on_each_device
+from helpers import assert_same, in_each_layout, on_each_device
+from pools import INF, LAYOUTS, NAN
 
 from paged_attention import paged_attention, reference_attention
 

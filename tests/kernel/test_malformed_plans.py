@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 from faults import HEADS, LENS, SIZES, good, refused, run_of, without
-from helpers import NAN
+from pools import NAN
 
 from paged_attention import plan_decode
 

@@ -7,21 +7,10 @@ import math
 import pytest
 import torch
 from faults import refused
-from helpers import (
-    DTYPES,
-    INF,
-    NAN,
-    Dense,
-    assert_close,
-    assert_same,
-    in_each_layout,
-    on_each_device,
-    paged,
-    random,
-    rounding,
-)
+from helpers import DTYPES, assert_close, assert_same, in_each_layout, on_each_device, rounding
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pools import INF, NAN, Dense, paged, random
 
 from paged_attention import merge_states, paged_attention
 

@@ -10,19 +10,15 @@ import pytest
 import torch
 from helpers import (
     DTYPES,
-    LAYOUTS,
-    NAN,
     assert_close,
     assert_same,
     in_each_layout,
     on_each_device,
     oracle,
-    paged,
     pairwise,
-    random,
     rounding,
-    to,
 )
+from pools import LAYOUTS, NAN, paged, random, to
 
 from paged_attention import DecodePlan, Workspace, paged_attention, plan_decode
 from paged_attention.kernel.workspace import default_workspace

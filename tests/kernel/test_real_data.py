@@ -11,7 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import DTYPES, LAYOUTS, Dense, assert_close, oracle, paged, pairwise, rounding
+from helpers import DTYPES, assert_close, oracle, pairwise, rounding
+from pools import LAYOUTS, Dense, paged
 
 from paged_attention import paged_attention, reference_attention
 

@@ -4,18 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import (
-    LAYOUTS,
-    NAN,
-    assert_close,
-    cuda,
-    in_each_layout,
-    oracle,
-    paged,
-    pairwise,
-    random,
-    rounding,
-)
+from helpers import assert_close, cuda, in_each_layout, oracle, pairwise, rounding
+from pools import LAYOUTS, NAN, paged, random
 
 from paged_attention import Workspace, paged_attention, plan_decode
 from paged_attention.inputs import random_inputs

@@ -4,7 +4,8 @@ integers, autograd, strides. And extremes: logits of -inf, values near float32's
 import numpy as np
 import pytest
 import torch
-from helpers import assert_close, oracle, paged, random
+from helpers import assert_close, oracle
+from pools import paged, random
 
 from paged_attention import PagedKVCache, merge_states, paged_attention, reference_attention
 from paged_attention.inputs import random_inputs

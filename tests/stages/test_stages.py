@@ -9,20 +9,15 @@ import torch
 from helpers import (
     DTYPES,
     STAGE_NAMES,
-    Dense,
     assert_close,
     assert_same,
-    generated,
-    lanes_per_chunk,
     on_each_device,
     oracle,
-    paged,
-    random,
     rounding,
-    to,
 )
 from hypothesis import given
 from hypothesis import strategies as st
+from pools import Dense, generated, lanes_per_chunk, paged, random, to
 
 from paged_attention.inputs import random_inputs
 from paged_attention.measure.counting import count

@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from helpers import INF, NAN, assert_same, paged, random, to
+from helpers import assert_same
+from pools import INF, NAN, paged, random, to
 
 from paged_attention import Workspace, plan_decode
 

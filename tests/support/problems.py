@@ -9,19 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
-from helpers import (
-    DTYPES,
-    FP8_NAN,
-    GARBAGE,
-    INF,
-    NAN,
-    Dense,
-    inside,
-    lanes_per_chunk,
-    paged,
-    random,
-)
+from helpers import DTYPES
 from hypothesis import strategies as st
+from pools import FP8_NAN, GARBAGE, INF, NAN, Dense, inside, lanes_per_chunk, paged, random
 
 FP8 = {"fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
 

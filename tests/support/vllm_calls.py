@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import NAN, paged, random
+from pools import NAN, paged, random
 
 from paged_attention.vllm.attention import paged_attention_v1, paged_attention_v2
 from paged_attention.vllm.states import Scratch

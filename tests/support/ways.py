@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 import torch
-from helpers import NAN
+from pools import NAN
 
 from paged_attention import DecodePlan, Workspace, paged_attention, plan_decode
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
-from helpers import Dense, paged
+from pools import Dense, paged
 
 from paged_attention import paged_attention
 

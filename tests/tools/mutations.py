@@ -453,7 +453,7 @@ KERNEL = [
         "plan.py",
         "vars(call.options) | memory)",
         "vars(call.options))",
-        MALFORMED_PLANS,
+        MALFORMED_OUT,
     ),
 ]
 

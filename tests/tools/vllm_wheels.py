@@ -7,7 +7,8 @@ import os
 
 import pytest
 import torch
-from helpers import assert_close, oracle, random, rounding
+from helpers import assert_close, oracle, rounding
+from pools import random
 from vllm import __version__ as version
 from vllm import _custom_ops as ops
 from vllm.attention.ops.paged_attn import PagedAttention

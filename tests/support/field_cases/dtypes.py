@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import torch
-from helpers import NAN, Dense, oracle, random, uniform
+from helpers import oracle
+from pools import NAN, Dense, random, uniform
 
 from .judging import case, per_row
 

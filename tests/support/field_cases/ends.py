@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
-from helpers import INF, NAN, Pool, uniform
+from pools import INF, NAN, Pool, uniform
 
 from paged_attention import paged_attention
 

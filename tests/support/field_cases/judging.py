@@ -8,7 +8,8 @@ from __future__ import annotations
 import helpers
 import pytest
 import torch
-from helpers import DTYPES, NAN, STAGE_NAMES, Pool, paged, to
+from helpers import DTYPES, STAGE_NAMES
+from pools import NAN, Pool, paged, to
 from ways import PLANS, block_size_of, plan_of, second_run, way
 
 from paged_attention import paged_attention, reference_attention

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 
 import torch
-from helpers import GARBAGE, INF, NAN, Dense, oracle, random, rounding, uniform
+from helpers import oracle, rounding
+from pools import GARBAGE, INF, NAN, Dense, random, uniform
 
 from .judging import case, each_dtype
 

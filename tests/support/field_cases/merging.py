@@ -6,7 +6,8 @@ import functools
 import math
 
 import torch
-from helpers import INF, generated, oracle, paged, to, uniform
+from helpers import oracle
+from pools import INF, generated, paged, to, uniform
 
 from paged_attention import merge_states
 

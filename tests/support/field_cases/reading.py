@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 
-import helpers
+import pools
 import pytest
 import torch
-from helpers import DTYPES, NAN, Dense, Pool, generated, oracle, to, uniform
+from helpers import DTYPES, oracle
+from pools import NAN, Dense, Pool, generated, to, uniform
 
 from paged_attention import paged_attention
 from paged_attention.inputs import pack, unpack
@@ -52,7 +53,7 @@ def packed_by_the_helper(row, dense, pool):
     for page, back in zip(pages, unpack(key, value, row.layout)):
         row.same(back, page)
     if row.layout == "vllm":
-        x = helpers.lanes_per_chunk(key.dtype)
+        x = pools.lanes_per_chunk(key.dtype)
         for t, g, d in ((0, 0, 0), (39, 7, 127), (31, 3, 5), (32, 4, 66)):
             packed = key[(3, 1)[t // 32], g, d // x, t % 32, d % x].cpu()
             row.true(packed == dense.keys[0][t, g, d], f"token {t}, head {g}, lane {d}")
@@ -67,7 +68,7 @@ def test_head_size_need_not_be_a_power_of_two(row):
         value = torch.arange(10.0)[:, None, None] + torch.arange(head_size) / 1000
         for dtype in DTYPES:
             dense = to(Dense(query, [key], [value]), dtype)
-            if row.layout == "vllm" and head_size % helpers.lanes_per_chunk(dtype):
+            if row.layout == "vllm" and head_size % pools.lanes_per_chunk(dtype):
                 with pytest.raises(ValueError, match="100"):
                     pages = torch.zeros(1, 16, 1, head_size, dtype=dtype, device=row.device)
                     pack(pages, pages, row.layout)
@@ -96,7 +97,7 @@ def test_block_offsets_beyond_32_bits(row):
 
     On a CPU nothing but the last block is ever touched of the 8 GiB asked for.
     """
-    caches = helpers.empty_caches(131073, 16, 8, 128, row.layout, torch.float16, row.device)
+    caches = pools.empty_caches(131073, 16, 8, 128, row.layout, torch.float16, row.device)
     assert caches[0].numel() == 2147500032
     for cache, last in zip(caches, (0.5, 1.0)):
         if row.device == "cuda":
@@ -117,10 +118,10 @@ def test_strided_views_are_read_and_written_by_their_strides(row):
     query = packed[:, :4096].view(4, 32, 128)
     blocks, heads, size, lens = 12, 4, 128, [33, 16, 5, 47]
     halves = torch.randn(blocks, 2, 16 * heads * size, generator=rng).to(row.device)
-    like = helpers.empty_caches(0, 16, heads, size, row.layout, torch.float32)
+    like = pools.empty_caches(0, 16, heads, size, row.layout, torch.float32)
     key, value = (half.view(-1, *x.shape[1:]) for half, x in zip(halves.unbind(1), like))
     assert not key.is_contiguous() and not query.is_contiguous()
-    ids = helpers.shuffled(blocks, 3)
+    ids = pools.shuffled(blocks, 3)
     table = torch.tensor([ids[0:3], ids[3:4] + [-1, -1], ids[4:5] + [99, 7], ids[5:8]])
     wide = torch.full((4, 6), -1, dtype=torch.int32, device=row.device)
     wide[:, ::2] = table.to(row.device)
@@ -131,7 +132,7 @@ def test_strided_views_are_read_and_written_by_their_strides(row):
     copies = Pool(*(t.contiguous() for t in views))
     plain = list(row.answers(query.contiguous(), copies, scale=0.1))
     pairs = [
-        helpers.load(*copies[:2], row.layout, 16, table[b].tolist(), n, heads, size)
+        pools.load(*copies[:2], row.layout, 16, table[b].tolist(), n, heads, size)
         for b, n in enumerate(lens)
     ]
     right, _ = oracle(query, *zip(*pairs), 0.1)

@@ -8,7 +8,8 @@ lesson stage (they know the vllm layout alone, and no option), the float64 refer
 from __future__ import annotations
 
 import torch
-from helpers import LAYOUTS, STAGE_NAMES
+from helpers import STAGE_NAMES
+from pools import LAYOUTS
 from ways import PLANS
 
 PAGED = ("single tile", "P=bs", "P=4bs")

@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-import helpers
+import pools
 import torch
-from helpers import NAN, Pool, oracle, uniform
+from helpers import oracle
+from pools import NAN, Pool, uniform
 from ways import plan_of
 
 from paged_attention import Workspace, paged_attention
@@ -26,10 +27,10 @@ def test_grouped_heads_never_copy_keys_or_values_for_each_query_head(row):
     num_heads, num_kv_heads, head_size, tokens = 32, 4, 128, 4096
     num_seqs = 1 if row.is_stage else 8  # a stage works one sequence at a time
     blocks, sizes = num_seqs * tokens // 16, (16, num_kv_heads, head_size)
-    caches = helpers.empty_caches(blocks, *sizes, row.layout, torch.float16, row.device)
+    caches = pools.empty_caches(blocks, *sizes, row.layout, torch.float16, row.device)
     caches[0].fill_(0.5)
     caches[1].fill_(1.0)
-    table = torch.tensor(helpers.shuffled(blocks, 0), dtype=torch.int32, device=row.device)
+    table = torch.tensor(pools.shuffled(blocks, 0), dtype=torch.int32, device=row.device)
     lens = torch.full((num_seqs,), tokens, dtype=torch.int32, device=row.device)
     query = torch.ones(num_seqs, num_heads, head_size, dtype=torch.float16, device=row.device)
     pool = Pool(*caches, table.reshape(num_seqs, -1), lens)
