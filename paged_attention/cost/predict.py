@@ -170,7 +170,8 @@ def _kernel_trace(shape: Shape, wave_bytes: int) -> Trace:
 
     def plan(device: str) -> DecodePlan:
         where = call.shape, shape.layout, torch.device(device)
-        return DecodePlan.exact(*where, lengths, shape.partition_size, wave_budget=wave_bytes)
+        sizes = {"partition_size": shape.partition_size, "wave_budget": wave_bytes}
+        return DecodePlan.exact(*where, lengths, **sizes)
 
     with Tracer() as tracer:
         check_values(call._replace(inputs=inputs), lengths)

@@ -109,12 +109,12 @@ def paged_attention(
     if max_seq_len is not None and not validate and not seq_lens.is_cpu:
         # The true lengths stay on the device.
         capacity = min(max_seq_len, call.covered)
-        plan = DecodePlan.capacity(*where, len(query), capacity, partition_size)
+        plan = DecodePlan.capacity(*where, [capacity] * len(query), partition_size=partition_size)
     else:
         lengths = lengths_on_host(call, max_seq_len)
         if validate:
             check_values(call, lengths)
         elif not call.geometry.num_blocks and any(lengths):
             refuse("key_cache", "large enough for the batch's tokens", tuple(key_cache.shape))
-        plan = DecodePlan.exact(*where, lengths, partition_size)
+        plan = DecodePlan.exact(*where, lengths, partition_size=partition_size)
     return plan.run_checked(call, out, workspace, return_lse)

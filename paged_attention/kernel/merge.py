@@ -66,7 +66,9 @@ def merge_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     return out.to(outs.dtype).view(outs.shape[1:]), lse
 
 
-def merge_rows(acc_s: Tensor, m: Tensor, weights: Tensor, out_acc_s: Tensor, out_m: Tensor):
+def merge_rows(
+    acc_s: Tensor, m: Tensor, weights: Tensor, out_acc_s: Tensor, out_m: Tensor
+) -> None:
     """Merge each row's states into one, in memory that is there already.
 
     Args:    acc_s: (rows, num_states, aligned(head_size + 1))
@@ -78,7 +80,9 @@ def merge_rows(acc_s: Tensor, m: Tensor, weights: Tensor, out_acc_s: Tensor, out
     batched_gemm(weights.unsqueeze(1), acc_s, out_acc_s)  # reads acc_s once
 
 
-def merge_sink(acc: Tensor, s: Tensor, m: Tensor, sinks: Tensor, new_m: Tensor, weight: Tensor):
+def merge_sink(
+    acc: Tensor, s: Tensor, m: Tensor, sinks: Tensor, new_m: Tensor, weight: Tensor
+) -> Tensor:
     """Merge a sink into each state, as a key whose logit is the sink and whose value is 0.
 
     Args:    acc: (..., head_size), s and m: (...), overwritten

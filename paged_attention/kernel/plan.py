@@ -1,6 +1,7 @@
 """DecodePlan: a decode step planned once, from its lengths, and run for every layer."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -67,8 +68,7 @@ def plan_decode(
              backend: None or "eager"
     Returns: DecodePlan
     Raises:  TypeError, ValueError: the argument, its value, and what it should be
-    Cost:    host work in proportion to the partitions, and a copy of some numbers for each of them
-             to the device, without a synchronisation
+    Cost:    host work and a copy of some numbers to the device for each partition, no host read
     Example: a plan for two sequences, whose `run` then serves every layer of the step.
         >>> sizes = {"num_heads": 8, "num_kv_heads": 2, "head_size": 64, "block_size": 16}
         >>> plan = plan_decode(**sizes, layout="HND", seq_lens=[3000, 40])
@@ -96,13 +96,14 @@ def plan_decode(
     device = checked_device(device)
     if seq_lens is not None:
         lengths = planned_lengths(seq_lens, num_seqs, max_seq_len)
-        return DecodePlan.exact(shape, layout, device, lengths, partition_size)
+        return DecodePlan.exact(shape, layout, device, lengths, partition_size=partition_size)
     if num_seqs is None or max_seq_len is None:
         given = f"{num_seqs!r} and {max_seq_len!r}"
         refuse("num_seqs and max_seq_len", "given where seq_lens isn't", given)
     max_seq_len = required_count("max_seq_len", max_seq_len, least=0)
     num_seqs = required_count("num_seqs", num_seqs, least=0)
-    return DecodePlan.capacity(shape, layout, device, num_seqs, max_seq_len, partition_size)
+    bounds = [max_seq_len] * num_seqs
+    return DecodePlan.capacity(shape, layout, device, bounds, partition_size=partition_size)
 
 
 class DecodePlan:
@@ -110,8 +111,7 @@ class DecodePlan:
 
     Args:    shape, layout, device, partition_size: as `plan_decode`, checked but for the last
              lengths: tokens of each sequence. If is_capacity, the most that each may have
-             wave_budget: the most bytes that a wave's K may take as float32. Its V may take as
-                   many. None: the device's
+             wave_budget: most bytes of a wave's K, and of its V, as float32. None: the device's
     """
 
     def __init__(
@@ -119,10 +119,10 @@ class DecodePlan:
         shape: StepShape,
         layout: str,
         device: torch.device,
-        lengths: Sequence[int],
-        partition_size: int | None = None,
+        lengths: list[int],
         *,
         is_capacity: bool,
+        partition_size: int | None = None,
         wave_budget: int | None = None,
     ) -> None:
         effective = shape
@@ -142,17 +142,18 @@ class DecodePlan:
         self.buffers = step_buffers(effective, self.schedule.extent)
 
     @classmethod
-    def exact(cls, shape, layout, device, lengths, partition_size=None, **more) -> "DecodePlan":
+    def exact(
+        cls, shape: StepShape, layout: str, device: torch.device, lengths: list[int], **more: Any
+    ) -> "DecodePlan":
         """A plan for exactly these lengths."""
-        return cls(shape, layout, device, lengths, partition_size, is_capacity=False, **more)
+        return cls(shape, layout, device, lengths, is_capacity=False, **more)
 
     @classmethod
     def capacity(
-        cls, shape, layout, device, num_seqs, max_seq_len, partition_size=None, **more
+        cls, shape: StepShape, layout: str, device: torch.device, bounds: list[int], **more: Any
     ) -> "DecodePlan":
-        """A plan for num_seqs sequences of any lengths up to max_seq_len."""
-        lengths = [max_seq_len] * num_seqs
-        return cls(shape, layout, device, lengths, partition_size, is_capacity=True, **more)
+        """A plan for any lengths up to these, each of which is its sequence's bound."""
+        return cls(shape, layout, device, bounds, is_capacity=True, **more)
 
     @property
     def workspace_bytes(self) -> int:

@@ -122,18 +122,11 @@ class Schedule:
         self.widest = max((wave[0].width for wave in cut), default=0)
         self._make_ranges()
         self.waves = self._waves(cut, spans)
-        sizes = [(wave.num_items, wave.num_items * wave.width) for wave in self.waves] or [(0, 0)]
-        self.extent = Extent(
-            len(lengths),
-            sum(num_states) * shape.num_rows,
-            len(self.block_seqs),
-            len(columns),
-            max(items for items, _ in sizes),
-            max(tokens for _, tokens in sizes),
-            self.widest,
-            is_sorted,
-            is_capacity,
-        )
+        totals = len(lengths), sum(num_states) * shape.num_rows, len(self.block_seqs), len(columns)
+        wave_items = max((wave.num_items for wave in self.waves), default=0)
+        wave_tokens = max((wave.num_items * wave.width for wave in self.waves), default=0)
+        of_a_wave = wave_items, wave_tokens, self.widest
+        self.extent = Extent(*totals, *of_a_wave, is_sorted, is_capacity)
 
     def _make_ranges(self) -> None:
         """Constants that every run reads."""
@@ -203,5 +196,5 @@ def _blocks(cut: list[list[WorkItem]], table: Tensor, block_size: int) -> Tensor
     return torch.stack([of_block[0], of_block[3] + within])
 
 
-def _int64(numbers) -> Tensor:
+def _int64(numbers: list) -> Tensor:
     return torch.tensor(numbers, dtype=torch.int64, device="cpu")

@@ -45,6 +45,9 @@ class Buffer:
         return typed.as_strided(shape, strides, self.first_byte // dtype.itemsize)
 
 
+SomeBuffers = TypeVar("SomeBuffers", bound="Buffers")
+
+
 class Buffers:
     """Buffers that lie one after the other in one piece of memory.
 
@@ -64,7 +67,7 @@ class Buffers:
         self.places.append((dtype, shape))
         return buffer
 
-    def lying_in(self, memory: Tensor):
+    def lying_in(self: SomeBuffers, memory: Tensor) -> SomeBuffers:
         """The same buffers, able to give views of memory, (nbytes / 4,) float32."""
         result = copy.copy(self)
         for name, buffer in vars(self).items():
@@ -73,9 +76,6 @@ class Buffers:
                 bound.memory, bound.views = memory, {}
                 setattr(result, name, bound)
         return result
-
-
-SomeBuffers = TypeVar("SomeBuffers", bound=Buffers)
 
 
 class Workspace:
@@ -98,7 +98,7 @@ class Workspace:
         True
     """
 
-    def __init__(self, device=None) -> None:
+    def __init__(self, device: object = None) -> None:
         self.device = None if device is None else checked_device(device)
         self.clear()
 

@@ -176,7 +176,9 @@ def _planned(
     if inputs.seq_lens.is_cpu and inputs.block_tables.is_cpu:
         lengths = lengths_on_host(call, max_seq_len)
         check_values(call, lengths)
-        plan = DecodePlan.exact(call.shape, "vllm", query.device, lengths, partition_size)
+        plan = DecodePlan.exact(
+            call.shape, "vllm", query.device, lengths, partition_size=partition_size
+        )
         return _Planned(plan, call)
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
@@ -194,7 +196,9 @@ def _planned(
 def _capacity_plan(
     shape: StepShape, device: torch.device, num_seqs: int, capacity: int, partition_size: int
 ) -> DecodePlan:
-    return DecodePlan.capacity(shape, "vllm", device, num_seqs, capacity, partition_size)
+    return DecodePlan.capacity(
+        shape, "vllm", device, [capacity] * num_seqs, partition_size=partition_size
+    )
 
 
 def _refuse_blocksparse(local_blocks: int, vert_stride: int, head_sliding_step: int) -> None:
