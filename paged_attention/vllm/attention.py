@@ -14,7 +14,8 @@ from paged_attention.kernel.options import Options
 from paged_attention.kernel.partition import whole_blocks
 from paged_attention.kernel.plan import DecodePlan
 from paged_attention.kernel.shape import StepShape
-from paged_attention.kernel.workspace import default_workspace, is_traced
+from paged_attention.kernel.transforms import is_traced
+from paged_attention.kernel.workspace import default_workspace
 from paged_attention.vllm.choice import PARTITION_SIZE, partition_size
 from paged_attention.vllm.scales import CacheOptions, cache_options
 from paged_attention.vllm.states import Scratch, check_scratch, write_states
