@@ -14,7 +14,7 @@ from pools import NAN, empty_caches, generated, paged, random, to
 from vllm_calls import OPERATIONS, arguments, each_version, run, run_v2, scratch_for, step
 
 from paged_attention import DecodePlan
-from paged_attention.vllm.choice import takes_v2, upstream_takes_v2
+from paged_attention.vllm.choice import takes_v2
 
 
 def assert_right(out, dense, **options):
@@ -147,17 +147,6 @@ def test_v2_begins_above_its_least_length(monkeypatch):
     assert [takes_v2(n) for n in (0, 8192, 8193)] == [False, False, True]
     monkeypatch.setenv("PAGED_ATTENTION_V2_MIN_LEN", "0")
     assert [takes_v2(n) for n in (0, 1, 8193)] == [False, True, True]
-
-
-def test_upstreams_rule_asks_for_partitions_and_for_work_enough():
-    for max_seq_len, num_seqs, num_heads, v2 in (
-        (512, 1, 1, False),  # one partition
-        (513, 1, 1, True),
-        (8192, 16, 32, True),  # 512 is not enough to fill the device
-        (8192, 19, 27, False),  # 513 is
-        (8193, 19, 27, True),  # V1's logits don't fit
-    ):
-        assert upstream_takes_v2(max_seq_len, num_seqs, num_heads) is v2
 
 
 @pytest.mark.parametrize("name", ["PAGED_ATTENTION_PARTITION_SIZE", "PAGED_ATTENTION_V2_MIN_LEN"])
