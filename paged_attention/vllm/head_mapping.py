@@ -32,17 +32,15 @@ def check_num_kv_heads(given: object, num_heads: int, num_kv_heads: int) -> None
         return
     like = "query's heads, because a tensor is a head_mapping"
     require_tensor("num_kv_heads", given, INTS, (num_heads,), like=like)
-    # An inference tensor has no version. It is taken to stay as it was.
-    seen = None if given.is_inference() else given._version, num_kv_heads
+    # An inference tensor has no version, so it is taken to stay as it was.
+    seen = (None if given.is_inference() else given._version, num_kv_heads)
     if given.is_meta or is_traced(given) or _checked.get(given) == seen:
         return
     usual = usual_mapping(num_heads, num_kv_heads)
     for head, (got, wanted) in enumerate(zip(given.tolist(), usual)):
         if got != wanted:
-            rule = (
-                f"{wanted}, because {num_heads} query heads share {num_kv_heads} KV heads evenly"
-            )
-            refuse(f"num_kv_heads[{head}], a head_mapping's,", f"{rule} and in order", got)
+            rule = f"{wanted}, because {num_heads} query heads share {num_kv_heads} KV heads"
+            refuse(f"num_kv_heads[{head}] in a head_mapping", f"{rule} evenly, in order", got)
     _checked[given] = seen
 
 

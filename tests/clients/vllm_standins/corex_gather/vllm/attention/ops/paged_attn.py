@@ -49,9 +49,7 @@ class PagedAttention:
             PagedAttention.GATHERED.append(tokens)
             blocks = block_tables[seq, : -(-tokens // block_size)].long()
             keys = key_cache[blocks].permute(1, 2, 4, 0, 3).flatten(1, 2).flatten(2)
-            values = (
-                value_cache[blocks].permute(1, 2, 0, 3).flatten(2)
-            )  # (kv_heads, lanes, tokens)
+            values = value_cache[blocks].permute(1, 2, 0, 3).flatten(2)
             keys, values = keys[..., :tokens].float(), values[..., :tokens].float()
             grouped = query[seq].float().unflatten(0, (len(keys), -1))
             weights = (grouped @ keys * scale).softmax(-1)
