@@ -62,6 +62,7 @@ def vllm_cache_ops_reshape_and_cache(key, value, key_cache, value_cache, slot_ma
     CALLS.append("reshape_and_cache")
 
 
+@torch.autocast("cpu", enabled=False)
 def attend(out, query, keys, values, head_mapping, scale, block_tables, seq_lens, slopes=None):
     """keys, values: (num_blocks, num_kv_heads, block_size, head_size)"""
     if not isinstance(head_mapping, torch.Tensor):
