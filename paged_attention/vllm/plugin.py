@@ -17,10 +17,18 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-from paged_attention.vllm import port, vendor
 from paged_attention.vllm.attention import paged_attention_v1, paged_attention_v2
 from paged_attention.vllm.choice import partition_size, v2_min_len
 from paged_attention.vllm.dispatch import with_choice, with_v2_above
+from paged_attention.vllm.port import (
+    always_takes_v1,
+    class_with_forward_decode,
+    is_beyond,
+    is_served,
+    lacking,
+    limit_of_v1,
+)
+from paged_attention.vllm.vendor import KERNEL, MODULE, vendors_v2
 from paged_attention.vllm.writes import reshape_and_cache, with_fp8
 
 logger = logging.getLogger("vllm.plugins.paged_attention")  # vLLM shows what is below "vllm"
@@ -89,20 +97,20 @@ def _install(mode: str) -> list[str]:
         raise ValueError(f"PAGED_ATTENTION_VLLM must be force, vendor or off, got {mode!r}")
     _ = partition_size(), v2_min_len()  # so that a wrong setting is found now, not in a step
     ops = import_module("vllm._custom_ops")
-    v1_serves = port.v1_serves(ops)
+    v1_serves = limit_of_v1(ops)
     said = []
     for ours in (paged_attention_v1, reshape_and_cache):
         name = ours.__name__
-        if not port.is_served(ops, name):
+        if not is_served(ops, name):
             _replace(ops, name, ours)
             said.append(f"{name} is ours, because there is no native one")
-    v2 = vendor.vendors_v2() if mode == "vendor" else paged_attention_v2
-    attention = port.class_with_forward_decode()
-    always_v1 = attention is not None and port.always_takes_v1(attention.forward_decode)
+    v2 = vendors_v2() if mode == "vendor" else paged_attention_v2
+    attention = class_with_forward_decode()
+    always_v1 = attention is not None and always_takes_v1(attention.forward_decode)
     choose = None
     if attention is not None and not always_v1:
         choose = functools.partial(_let_choose, attention, ops, v1_serves)
-    if not mode and port.is_served(ops, "paged_attention_v2"):
+    if not mode and is_served(ops, "paged_attention_v2"):
         _replace(ops, "paged_attention_v2", _tried_first(ops, choose))
         said.append("paged_attention_v2 stays, if its first call succeeds")
     else:
@@ -116,8 +124,8 @@ def _install(mode: str) -> list[str]:
         said.append(_add_v2(attention, ops, v1_serves, v2))
     elif attention is None:
         said.append("this vLLM has no forward_decode")
-    if mode != "vendor" and hasattr(sys.modules.get(vendor.MODULE), vendor.KERNEL):
-        said.append(f"{vendor.KERNEL} stays unused without PAGED_ATTENTION_VLLM=vendor")
+    if mode != "vendor" and hasattr(sys.modules.get(MODULE), KERNEL):
+        said.append(f"{KERNEL} stays unused without PAGED_ATTENTION_VLLM=vendor")
     return said
 
 
@@ -174,18 +182,25 @@ def _check_arguments(function: Callable, args: tuple, kwargs: dict[str, Any]) ->
 
 
 def _let_choose(attention: Any, ops: Any, v1_serves: int) -> str:
-    """Let forward_decode choose between V1 and our V2. Returns what was done, in words."""
+    """Let a forward_decode that calls V2, which is ours now, do so for long sequences only.
+
+    Returns: what was done, in words
+    """
+    if lacking(ops.paged_attention_v1):  # only the port itself knows how to call its V1
+        return _add_v2(attention, ops, v1_serves, ops.paged_attention_v2)
     decode = with_choice(attention.forward_decode, ops, v1_serves)
     _replace(attention, "forward_decode", staticmethod(decode))
     return f"forward_decode takes V2 above {v2_min_len(v1_serves)} tokens"
 
 
 def _add_v2(attention: Any, ops: Any, v1_serves: int, v2: Callable) -> str:
-    """Let a forward_decode that always takes V1 take V2, too. Returns what was done, in words.
+    """Let V2 serve what is too long for V1, and forward_decode the rest.
 
     It goes back to its place if V2 doesn't work in its first step.
+
+    Returns: what was done, in words
     """
-    lacks, warned = port.lacking(ops.paged_attention_v1), set()
+    lacks, warned = lacking(ops.paged_attention_v1), set()
 
     def failed(error: Exception, has_worked: bool) -> None:
         said = f"{type(error).__name__}: {error}"
@@ -196,10 +211,10 @@ def _add_v2(attention: Any, ops: Any, v1_serves: int, v2: Callable) -> str:
                 warned.add(said)
                 logger.warning("forward_decode of the port serves a step, because of %s", said)
 
-    is_beyond_v1 = functools.partial(port.is_beyond, lacks)
+    is_beyond_v1 = functools.partial(is_beyond, lacks)
     original = attention.forward_decode
     decode = staticmethod(with_v2_above(original, v2, v1_serves, is_beyond_v1, failed))
     _replace(attention, "forward_decode", decode)
     if "k_scale" in lacks:  # so what ours reads must be ours, too
         _replace(ops, "reshape_and_cache", with_fp8(ops.reshape_and_cache))
-    return f"forward_decode takes V2 above {v2_min_len(v1_serves)} tokens (it took V1 always)"
+    return f"above {v2_min_len(v1_serves)} tokens V2 serves, and up to there the port"

@@ -55,7 +55,7 @@ def is_corex() -> bool:
     return "ixformer" in sys.modules or any("corex" in version for version in versions)
 
 
-def v1_serves(ops: Any) -> int:
+def limit_of_v1(ops: Any) -> int:
     """Tokens up to which V1 takes a sequence: 8,192, or what CoreX's native V1 serves."""
     return COREX_V1 if is_served(ops, "paged_attention_v1") and is_corex() else V2_MIN_LEN
 

@@ -88,7 +88,7 @@ def test_the_log_says_what_is_changed_and_what_is_unused(tree, logged):
     register()
     [(level, said)] = logged()
     assert level == "INFO"
-    assert "forward_decode takes V2 above 32768 tokens (it took V1 always)" in said
+    assert "above 32768 tokens V2 serves, and up to there the port" in said
     assert f"{KERNEL} stays unused without PAGED_ATTENTION_VLLM=vendor" in said
 
 
@@ -117,6 +117,66 @@ def test_v2_called_by_somebody_else_is_ours_after_its_first_call(tree):
         assert_close(out, oracle(*dense)[0], extra=rounding(dense))
     assert len(vllm.ops.COMPLAINTS) == 1
     assert vllm.ops.paged_attention_v2 is ours.paged_attention_v2
+
+
+def chooses(
+    query,
+    key_cache,
+    value_cache,
+    block_tables,
+    seq_lens,
+    max_seq_len,
+    kv_cache_dtype,
+    num_kv_heads,
+    scale,
+    alibi_slopes,
+    k_scale,
+    v_scale,
+):
+    from vllm import _custom_ops as ops
+
+    out, block_size = torch.empty_like(query), value_cache.shape[3]
+    rest = query, key_cache, value_cache, num_kv_heads, scale, block_tables, seq_lens, block_size
+    if max_seq_len <= 512:
+        ops.paged_attention_v1(out, *rest, max_seq_len, alibi_slopes)
+    else:
+        scratch = dispatch.scratch(query, max_seq_len)
+        more = max_seq_len, alibi_slopes, kv_cache_dtype, k_scale, v_scale
+        ops.paged_attention_v2(out, *scratch, *rest, *more)
+    return out
+
+
+def test_a_port_that_calls_its_missing_v2_gets_ours_and_calls_v1_itself(tree):
+    vllm = tree(*VENDORS)
+    vllm.replace(vllm.attention, "forward_decode", staticmethod(chooses))
+    register()
+    for lens, by in (([40, 7], ["v1"]), ([600, 7], []), ([40, 7], ["v1"]), ([600, 7], [])):
+        vllm.assert_ours(lens)
+        assert calls() == by
+    assert len(vllm.ops.COMPLAINTS) == 1
+    _, given = corex_arguments([40])
+    vllm.attention.forward_decode(*(given | {"max_seq_len": V1_SERVES + 1}).values())
+    assert calls() == []
+    unregister()
+    assert vllm.unchanged()
+
+
+@pytest.mark.parametrize("mode", ["force", "vendor"])
+@pytest.mark.parametrize("state", [GATHER, RENAMED], ids="-".join)
+def test_who_asks_for_another_v2_gets_it_from_a_port_that_has_its_own(
+    tree, monkeypatch, state, mode
+):
+    vllm = tree(*state)
+    monkeypatch.setenv("PAGED_ATTENTION_VLLM", mode)
+    register()
+    for tokens in (1000, 33000):
+        dense, given, right = long_step(tokens)
+        out = vllm.attention.forward_decode(*given.values())
+        assert_close(out, right, extra=rounding(dense))
+        long = [("v2", -(-tokens // 16))] if mode == "vendor" else []
+        assert calls() == (["v1"] if tokens <= V1_SERVES else long)
+    unregister()
+    assert vllm.unchanged()
 
 
 def test_while_a_graph_is_captured_the_port_serves_itself(tree, logged, monkeypatch):

@@ -210,5 +210,5 @@ def test_corex_is_told_from_versions_and_from_its_kernels(monkeypatch, module):
         monkeypatch.setitem(sys.modules, module, corex)
     assert port.is_corex() is (module is not None)
     native = SimpleNamespace(paged_attention_v1=print)
-    assert port.v1_serves(native) == (32768 if module else 8192)
-    assert port.v1_serves(SimpleNamespace()) == 8192
+    assert port.limit_of_v1(native) == (32768 if module else 8192)
+    assert port.limit_of_v1(SimpleNamespace()) == 8192
