@@ -116,7 +116,10 @@ def _divisor(name: str, scale: float | Tensor, key: Tensor) -> float | Tensor:
 def _fp8_bytes(tensor: Tensor, scale: float | Tensor, dtype: torch.dtype) -> Tensor:
     """tensor / scale in a float8 dtype, as uint8. What is too large becomes the largest number."""
     largest = torch.finfo(dtype).max
-    return (tensor.float() / scale).clamp(-largest, largest).to(dtype).view(torch.uint8)
+    # Into bytes, because PyTorch 2.1 can't allocate a float8 tensor in deterministic mode.
+    result = torch.empty_like(tensor, dtype=torch.uint8)
+    result.view(dtype).copy_((tensor.float() / scale).clamp(-largest, largest))
+    return result
 
 
 def _check_tokens(
