@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -46,7 +46,7 @@ class Cost:
                      included, which `measure.count` counts as peak_bytes
     seconds:         a band; None without a profile
     steps:           one for each kind of operation, in the order in which they first occur.
-                     `seconds_of(step, profile)` is a step's share of the time
+                     `seconds_of([step], profile)` is what a step takes alone
     """
 
     ops: int
@@ -125,8 +125,7 @@ def _cost(trace: Trace, profile: DeviceProfile | None) -> Cost:
     steps = [replace(step, fresh_bytes=fresh[label]) for label, step in trace.steps.items()]
     seconds = None
     if profile is not None:
-        bands = [seconds_of(step, profile) for step in steps]
-        seconds = _band(sum(b.low for b in bands), sum(b.high for b in bands), profile)
+        seconds = seconds_of(steps, profile)
     summed = ("ops", "gemms", "host_reads", "bytes_read", "bytes_written")
     totals = {name: sum(getattr(step, name) for step in steps) for name in summed}
     peak = max((allocation.alive for allocation in trace.allocations), default=0)
@@ -184,27 +183,33 @@ def _kernel_trace(shape: Shape, wave_bytes: int) -> Trace:
     return tracer.trace
 
 
-def seconds_of(step: Step, profile: DeviceProfile) -> Figure:
-    """How long a step takes: ops x op_cost + bytes / bandwidth, as the profile has them.
+def seconds_of(steps: Iterable[Step], profile: DeviceProfile) -> Figure:
+    """How long steps take that follow each other, as the profile has their operations and bytes.
 
-    Where the profile knows them, bytes of a copy that rearranges move at `rearrange_bandwidth`,
-    and fresh bytes cost `fresh_page_cost` on top, at both ends of the band. Without that, the low
-    end would be 0.4 times what gqa_broadcast takes at 32,768 tokens. With it, it is 0.9 times.
+    The host spends `op_cost` on an operation and `host_read` where it waits for a value. The
+    device spends `launch` on an operation, and moves bytes at the bandwidth of their kind: a copy
+    that rearranges, a gather, a product, anything else. Fresh bytes cost `fresh_page_cost` on top,
+    at both ends of the band. Without that, the low end would be 0.4 times what gqa_broadcast takes
+    at 32,768 tokens on a CPU. With it, it is 0.9 times.
+
+    A device works while its host prepares what follows, so the longer of the two decides. Where a
+    profile has no launch, as a CPU's, host and device are one and take turns. So the times of
+    single steps add up to the whole on a CPU, and to more than the whole on a GPU.
 
     The model leaves out
       - Python between operations, beyond its part of op_cost;
-      - the time that a GPU's host waits for a value that it reads;
       - arithmetic;
+      - how few rows a reduction has to share among a GPU's multiprocessors;
       - temporaries smaller than `fresh_from` that malloc gives back to the system all the same.
         Which ones it keeps depends on what was allocated before;
-      - the processor's caches. The kernel's waves stay in them, so its prediction is up to 1.7
-        times too slow in the layouts HND and NHD;
+      - caches. On a CPU the kernel's waves stay in them, so its prediction is up to 1.7 times too
+        slow in the layouts HND and NHD;
       - what the host of a virtual machine does with freed memory. If it takes the memory back
         within seconds, the next first write costs several times as much. single_bmm at 32,768
         tokens frees 3 GB a call: it took 0.9 s when called again at once, and 3.1 s when other
         stages ran in between.
 
-    Args:    step: one of `predict(name, shape, profile).steps`, for the same profile
+    Args:    steps: some of `predict(name, shape, profile).steps`, for the same profile
     Returns: seconds, as a band from the profile's best figures together to its worst
     Raises:  ValueError: the profile has no bandwidth or no op_cost
     """
@@ -213,19 +218,32 @@ def seconds_of(step: Step, profile: DeviceProfile) -> Figure:
         raise ValueError(
             f"profile {profile.name!r} has no {missing}, which measure.calibrate measures"
         )
-    rearrange = profile.rearrange_bandwidth or profile.bandwidth
-    fresh = profile.fresh_page_cost or Figure(0.0, 0.0, "s/B", "")
-    streamed = step.bytes_moved - step.rearranged_bytes
-    best = profile.op_cost.low, profile.bandwidth.high, rearrange.high, fresh.low
-    worst = profile.op_cost.high, profile.bandwidth.low, rearrange.low, fresh.high
-    low, high = (
-        step.ops * an_op
-        + streamed / bandwidth
-        + step.rearranged_bytes / rearranging
-        + step.fresh_bytes * a_byte
-        for an_op, bandwidth, rearranging, a_byte in (best, worst)
-    )
-    return _band(low, high, profile)
+    steps = list(steps)
+    return _band(_seconds(steps, profile, "low"), _seconds(steps, profile, "high"), profile)
+
+
+def _seconds(steps: list[Step], profile: DeviceProfile, end: str) -> float:
+    """The same, by the best figures or the worst.
+
+    Args:    end: of the costs, "low" or "high"; bandwidths have the other
+    """
+
+    def cost(figure: Figure | None) -> float:
+        return 0.0 if figure is None else getattr(figure, end)
+
+    def seconds(num_bytes: int, bandwidth: Figure | None) -> float:
+        rate = bandwidth or profile.bandwidth
+        return num_bytes / (rate.high if end == "low" else rate.low)
+
+    of_kind = {"gather": profile.gather_bandwidth, "GEMMs": profile.gemm_bandwidth}
+    host = device = 0.0
+    for step in steps:
+        in_order = step.bytes_moved - step.rearranged_bytes
+        host += step.ops * cost(profile.op_cost) + step.host_reads * cost(profile.host_read)
+        device += step.ops * cost(profile.launch) + step.fresh_bytes * cost(profile.fresh_page_cost)
+        device += seconds(in_order, of_kind.get(step.label))
+        device += seconds(step.rearranged_bytes, profile.rearrange_bandwidth)
+    return host + device if profile.launch is None else max(host, device)
 
 
 def _band(low: float, high: float, profile: DeviceProfile) -> Figure:
