@@ -70,7 +70,9 @@ def _draw_times(axes: Axes, step: dict[str, Any]) -> None:
     low, high = _range_of_times(step)
     for device, bands in step.get("predicted", {}).items():
         if "floor" in bands:
-            axes.axvline(bands["floor"][0], color=device_mark(device)[0], lw=1.2, ls=":", zorder=0.5)
+            axes.axvline(
+                bands["floor"][0], color=device_mark(device)[0], lw=1.2, ls=":", zorder=0.5
+            )
     for row, result in rows.items():
         if "us" in result:
             _draw_published(axes, row, result)
@@ -100,7 +102,9 @@ def _draw_times(axes: Axes, step: dict[str, Any]) -> None:
 def _range_of_times(step: dict[str, Any]) -> tuple[float, float]:
     times = [step["floor"]["seconds"]] if step["floor"] else []
     times += [1e-6 * row["us"] for row in step.get("published", [])]
-    times += [bands["floor"][0] for bands in step.get("predicted", {}).values() if "floor" in bands]
+    times += [
+        bands["floor"][0] for bands in step.get("predicted", {}).values() if "floor" in bands
+    ]
     for result in results_of(step):
         if "seconds" in result:
             times += [result["seconds"], result["spread"][0]]

@@ -1,4 +1,4 @@
-"""What stands beside a measured step: the cost model's times here and elsewhere, and published ones."""
+"""What stands beside a measured step: the model's times, here and elsewhere, and published ones."""
 
 from __future__ import annotations
 

@@ -240,7 +240,9 @@ def _seconds(steps: list[Step], profile: DeviceProfile, end: str) -> float:
     for step in steps:
         in_order = step.bytes_moved - step.rearranged_bytes
         host += step.ops * cost(profile.op_cost) + step.host_reads * cost(profile.host_read)
-        device += step.ops * cost(profile.launch) + step.fresh_bytes * cost(profile.fresh_page_cost)
+        device += step.ops * cost(profile.launch) + step.fresh_bytes * cost(
+            profile.fresh_page_cost
+        )
         device += seconds(in_order, of_kind.get(step.label))
         device += seconds(step.rearranged_bytes, profile.rearrange_bandwidth)
     return host + device if profile.launch is None else max(host, device)

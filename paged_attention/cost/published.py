@@ -175,7 +175,9 @@ def _dense_inputs(shape: Shape) -> list[torch.Tensor]:
     ]
 
 
-PROGRAMS = {p.__name__: p for p in (dense, dense_softmax_in_fp32, gather_permute_matmul, block_loop)}
+PROGRAMS = {
+    p.__name__: p for p in (dense, dense_softmax_in_fp32, gather_permute_matmul, block_loop)
+}
 
 
 if __name__ == "__main__":

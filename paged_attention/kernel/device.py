@@ -5,8 +5,8 @@ import functools
 import torch
 
 CPU_WAVE = 8 * 2**20  # bytes. Half of it took 1.1 times as long on a 2-core Xeon with 2 MiB of L2
-MOST_MEMORY = 256_000_000  # bytes that a wave may take on an accelerator
-SHARE_OF_MEMORY = 50  # it may take this part of the accelerator's memory, a fiftieth, if that is less
+MOST_MEMORY = 256_000_000  # bytes that a wave may take on an accelerator,
+SHARE_OF_MEMORY = 50  # and no more than a fiftieth of its memory
 
 
 def accelerator_wave(memory: int) -> int:

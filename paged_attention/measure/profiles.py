@@ -166,9 +166,7 @@ PROFILES = {
             "622 MB in 6.481 ms (the same kernel_worklog.md, which has 34 for 4.2 MB)",
         ),
         launch=Figure(6.2e-6, 6.2e-6, "s", "an empty kernel (the same kernel_worklog.md)"),
-        host_read=Figure(
-            20e-6, 30e-6, "s", "derived: as long as an operation takes on the host"
-        ),
+        host_read=Figure(20e-6, 30e-6, "s", "derived: as long as an operation takes on the host"),
         wave=_wave(34_057_748_480),  # wudixzy/competition 2f7d5f57, BI100_MACHINE_TRIAGE_LOG
     ),
     "H200": gpu_profile(

@@ -1,4 +1,4 @@
-"""The model beside what others measured: every eager row within a factor of 2, and the wave's size."""
+"""The model beside what others measured, and the wave that it says is the fastest."""
 
 from __future__ import annotations
 
