@@ -1,4 +1,4 @@
-"""What stands beside a measured step: the model's times, here and elsewhere, and published ones."""
+"""What stands beside a measured step: what the model says, and what others published."""
 
 from __future__ import annotations
 
@@ -33,7 +33,10 @@ def predictions(settings: Settings, seq_lens: Sequence[int]) -> dict[str, Bands]
         if profile.bandwidth is not None and device.lower() != here:
             bands = {name: _band(name, shape, profile) for name, shape in shapes.items()}
             rates = profile.bandwidth.high, profile.bandwidth.low
-            predicted[device] = {"floor": [round(num_bytes / rate, 9) for rate in rates], **bands}
+            predicted[device] = {
+                "floor": [float(f"{num_bytes / rate:.4g}") for rate in rates],
+                **bands,
+            }
     return predicted
 
 

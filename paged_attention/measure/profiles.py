@@ -82,17 +82,18 @@ def gpu_profile(
         source = f"derived: {low:.0%} to {high:.0%} of the bandwidth. {why}"
         return Figure(low * bandwidth.low, high * bandwidth.high, "B/s", source)
 
-    gather = share(
-        0.3,
-        0.8,
-        "index_select reaches 30 % on an A100 (pytorch/pytorch#145999), a gather of 16 bytes a "
-        "thread 79 % on an H100 (pegainfer-project/pegainfer#488)",
+    return DeviceProfile(
+        name,
+        bandwidth,
+        _EAGER_OP,
+        num_sms,
+        rearrange_bandwidth=share(0.3, 0.8, "As of gathers, which also move rows to other places"),
+        gather_bandwidth=share(0.3, 0.8, _GATHERS),
+        gemm_bandwidth=share(0.5, 1.0, "A stated ratio, for want of measurements"),
+        launch=_LAUNCH,
+        host_read=_HOST_READ,
+        wave=None if memory is None else _wave(memory),
     )
-    gemm = share(0.5, 1.0, "A stated ratio, for want of measurements")
-    wave = None if memory is None else _wave(memory)
-    more = {"gather_bandwidth": gather, "rearrange_bandwidth": gather, "gemm_bandwidth": gemm}
-    costs = {"launch": _LAUNCH, "host_read": _HOST_READ}
-    return DeviceProfile(name, bandwidth, _EAGER_OP, num_sms, **more, **costs, wave=wave)
 
 
 def _wave(memory: int) -> Figure:
@@ -100,20 +101,29 @@ def _wave(memory: int) -> Figure:
     return Figure(wave, wave, "B", "kernel/device.py, which limits a wave's memory")
 
 
-_LAUNCH = Figure(
-    4e-6,
-    6e-6,
-    "s",
-    "4 to 6 us to submit one CUDA kernel, measured by others on an RTX 5070 Ti "
-    "(susun-blog.com, pegainfer 3, CUDA 13.0). Assumed here, not measured on this device",
-)
-_EAGER_OP = Figure(
-    5e-6,
-    25e-6,
-    "s",
-    "5 to 25 us of a CPU's work before a kernel starts (jiahuanglin.xyz, GPU kernel serving, "
-    "lesson 18, H100). Assumed here, not measured on this device",
-)
+# Where the figures come from. Both pages were read in the commits named.
+_WORKLOG = "dylanyunlon/project_6 552f1448, kernel_worklog.md"
+_M1_18 = "wudixzy/competition 2f7d5f57, M1_18_EXACT_QK_COMPONENT_PROFILE"
+_GATHERS = """index_select reaches 30 % on an A100 (pytorch/pytorch#145999), a gather of 16 bytes a
+thread 79 % on an H100 (pegainfer-project/pegainfer#488)"""
+_LAUNCHES = """4 to 6 us to submit one CUDA kernel, measured by others on an RTX 5070 Ti
+(susun-blog.com, pegainfer 3, CUDA 13.0). Assumed here, not measured on this device"""
+_OPERATIONS = """5 to 25 us of a CPU's work before a kernel starts (jiahuanglin.xyz, GPU kernel
+serving, lesson 18, H100). Assumed here, not measured on this device"""
+_CPUS_WAVE = """2,048 tokens of 4 KV heads of 256 lanes. On a 2-core Xeon with 2 MiB of L2 a core,
+waves of half the size took 1.1 to 1.15 times as long, and larger ones no less"""
+_COPY = f"""low: a contiguous copy of 128 MB ({_WORKLOG}, which doesn't say whether reads and
+writes both count). high: the vendor's figure for 32 GiB of HBM2"""
+_PERMUTE = f"""a hand-written kernel that gathers, permutes and widens. low: K alone at 65,536
+tokens, 101 MB in 2.975 ms. high: K and V at 100,000 tokens, 307 MB in 2.923 ms ({_M1_18}).
+Nobody has published PyTorch's own copies"""
+_SELECT = f"""index_select of 4.2 MB in 66 us and of 8.4 MB in 115 us, which is 64 and 73 GB/s
+read, and as many written ({_WORKLOG})"""
+_PRODUCTS = f"""low: weights times V, 102 MB in 3.519 ms ({_M1_18}). high: one row times a matrix of
+622 MB in 6.481 ms ({_WORKLOG}, which has 34 GB/s for 4.2 MB)"""
+
+_LAUNCH = Figure(4e-6, 6e-6, "s", _LAUNCHES)
+_EAGER_OP = Figure(5e-6, 25e-6, "s", _OPERATIONS)
 _HOST_READ = Figure(5e-6, 25e-6, "s", "derived: as long as an operation takes on the host")
 
 PROFILES = {
@@ -121,52 +131,18 @@ PROFILES = {
         "cpu",
         bandwidth=None,  # machines differ by a factor of ten: measure.calibrate("cpu")
         op_cost=None,
-        wave=Figure(
-            CPU_WAVE,
-            CPU_WAVE,
-            "B",
-            "2,048 tokens of 4 KV heads of 256 lanes. On a 2-core Xeon with 2 MiB of L2 a core, "
-            "waves of half the size took 1.1 to 1.15 times as long, and larger ones no less",
-        ),
+        wave=Figure(CPU_WAVE, CPU_WAVE, "B", _CPUS_WAVE),
     ),
     "BI-V100": DeviceProfile(
         "BI-V100",
-        bandwidth=Figure(
-            584e9,
-            1.2e12,
-            "B/s",
-            "low: a contiguous copy of 128 MB (dylanyunlon/project_6 552f1448, kernel_worklog.md, "
-            "which doesn't say whether reads and writes both count). high: the vendor's figure "
-            "for 32 GiB of HBM2",
-        ),
-        op_cost=Figure(
-            20e-6, 30e-6, "s", "a whole eager operation of PyTorch (the same kernel_worklog.md)"
-        ),
+        bandwidth=Figure(584e9, 1.2e12, "B/s", _COPY),
+        op_cost=Figure(20e-6, 30e-6, "s", f"a whole operation of PyTorch ({_WORKLOG})"),
         num_sms=Figure(16, 16, "", "dylanyunlon/project_6 56d0c186, muh/hardware.cuh"),
-        rearrange_bandwidth=Figure(
-            34e9,
-            105e9,
-            "B/s",
-            "a hand-written kernel that gathers, permutes and widens: low, K alone at 65,536 "
-            "tokens, 101 MB in 2.975 ms; high, K and V at 100,000, 307 MB in 2.923 ms "
-            "(wudixzy/competition 2f7d5f57, M1_18). Copies by PyTorch aren't published",
-        ),
-        gather_bandwidth=Figure(
-            127e9,
-            146e9,
-            "B/s",
-            "index_select of 4.2 MB in 66 us and of 8.4 MB in 115 us, which is 64 and 73 GB/s "
-            "read, and as many written (the same kernel_worklog.md)",
-        ),
-        gemm_bandwidth=Figure(
-            29e9,
-            96e9,
-            "B/s",
-            "low: P @ V, 102 MB in 3.519 ms (the same M1_18). high: a product with one row, "
-            "622 MB in 6.481 ms (the same kernel_worklog.md, which has 34 for 4.2 MB)",
-        ),
-        launch=Figure(6.2e-6, 6.2e-6, "s", "an empty kernel (the same kernel_worklog.md)"),
-        host_read=Figure(20e-6, 30e-6, "s", "derived: as long as an operation takes on the host"),
+        rearrange_bandwidth=Figure(34e9, 105e9, "B/s", _PERMUTE),
+        gather_bandwidth=Figure(127e9, 146e9, "B/s", _SELECT),
+        gemm_bandwidth=Figure(29e9, 96e9, "B/s", _PRODUCTS),
+        launch=Figure(6.2e-6, 6.2e-6, "s", f"an empty kernel ({_WORKLOG})"),
+        host_read=Figure(20e-6, 30e-6, "s", _HOST_READ.source),
         wave=_wave(34_057_748_480),  # wudixzy/competition 2f7d5f57, BI100_MACHINE_TRIAGE_LOG
     ),
     "H200": gpu_profile(

@@ -316,7 +316,7 @@ def test_predictions_are_the_cost_models_for_published_profiles():
     for device, bands in predicted.items():
         rates = PROFILES[device].bandwidth.high, PROFILES[device].bandwidth.low
         kv_bytes = 2 * 4000 * 4 * 256 * 2
-        assert bands["floor"] == pytest.approx([kv_bytes / rate for rate in rates], abs=1e-9)
+        assert bands["floor"] == pytest.approx([kv_bytes / rate for rate in rates], rel=1e-3)
         for name, partition_size in (("single_bmm", 512), ("paged_attention", None)):
             shape = Shape([4000], dtype=torch.float16, partition_size=partition_size)
             assert bands[name] == band(name, shape, PROFILES[device])

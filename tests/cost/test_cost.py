@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from paged_attention.cost import NAMES, PROFILES, DeviceProfile, Figure, Shape, Step
-from paged_attention.cost.predict import cost_of, predict, seconds_of
+from paged_attention.cost.predict import cost_of, predict
+from paged_attention.cost.seconds import seconds_of
 from paged_attention.measure.profiling import KINDS
 
 quick = pytest.mark.quick
