@@ -58,6 +58,7 @@ def _seconds(steps: list[Step], profile: DeviceProfile, end: str) -> float:
 
     def seconds(num_bytes: int, bandwidth: Figure | None) -> float:
         rate = bandwidth or profile.bandwidth
+        assert rate is not None
         return num_bytes / (rate.high if end == "low" else rate.low)
 
     of_kind = {"gather": profile.gather_bandwidth, "GEMMs": profile.gemm_bandwidth}

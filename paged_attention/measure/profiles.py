@@ -117,10 +117,10 @@ writes both count). high: the vendor's figure for 32 GiB of HBM2"""
 _PERMUTE = f"""a hand-written kernel that gathers, permutes and widens. low: K alone at 65,536
 tokens, 101 MB in 2.975 ms. high: K and V at 100,000 tokens, 307 MB in 2.923 ms ({_M1_18}).
 Nobody has published PyTorch's own copies"""
-_SELECT = f"""index_select of 4.2 MB in 66 us and of 8.4 MB in 115 us, which is 64 and 73 GB/s
+_SELECT = f"""index_select of 4.2 MB in 66 us and 8.4 MB in 115 us, which is 64 and 73 GB/s
 read, and as many written ({_WORKLOG})"""
-_PRODUCTS = f"""low: weights times V, 102 MB in 3.519 ms ({_M1_18}). high: one row times a matrix of
-622 MB in 6.481 ms ({_WORKLOG}, which has 34 GB/s for 4.2 MB)"""
+_PRODUCTS = f"""low: weights times V, 102 MB in 3.519 ms ({_M1_18}). high: one row times a matrix
+of 622 MB in 6.481 ms ({_WORKLOG}, which has 34 GB/s for 4.2 MB)"""
 
 _LAUNCH = Figure(4e-6, 6e-6, "s", _LAUNCHES)
 _EAGER_OP = Figure(5e-6, 25e-6, "s", _OPERATIONS)

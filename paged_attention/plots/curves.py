@@ -152,7 +152,11 @@ def draw_wave_sizes(
         colour, mark = device_mark(name)
         ends = [(cost.seconds.low, cost.seconds.high) for cost in costs.values() if cost.seconds]
         low, high = numpy.transpose(ends)
-        line = {"color": colour, "markerfacecolor": "none", "label": f"{name}, predicted"}
+        line: dict[str, Any] = {
+            "color": colour,
+            "markerfacecolor": "none",
+            "label": f"{name}, predicted",
+        }
         time.plot(list(costs), numpy.sqrt(low * high), f"{mark}:", **line)
         time.fill_between(list(costs), low, high, color=colour, alpha=0.12, linewidth=0)
         peaks = [cost.temporary_bytes for cost in costs.values()]  # the same on all devices
