@@ -20,7 +20,7 @@ from paged_attention.plots.style import DPI
 
 COMMAND = "python -m paged_attention.bench.figures"
 # By the JSON's "kind", then by what a picture's name adds to the JSON's.
-FIGURES = {"ladder": {"": draw_ladder, "_lengths": draw_lengths}}
+FIGURES = {"ladder": {"": draw_ladder, "_lengths": draw_lengths}, "published": {}}
 
 
 def names(run: dict[str, Any]) -> list[str]:
@@ -31,7 +31,7 @@ def names(run: dict[str, Any]) -> list[str]:
     kind = run.get("kind")
     if kind not in FIGURES:
         raise ValueError(f'"kind" is {kind!r}, should be one of {", ".join(FIGURES)}')
-    several = len(run["contexts"]) > 1  # a single length has no curve
+    several = len(run.get("contexts", [])) > 1  # a single length has no curve
     return [name for name in FIGURES[kind] if several or not name]
 
 

@@ -12,8 +12,9 @@ each) and "batches" (ragged ones) it lists steps, as `StepRun.as_json` makes the
     "other_cores"           how many cores other processes kept busy meanwhile
     "floor"                 a result, "num_bytes" and "gb_per_second"; None if it failed
     "stages", "peers"       results, in order; no "peers" where none were asked for
-    "predicted"             {device: {stage: [low, high]}}, seconds
+    "predicted"             {device: {stage: [low, high]}}, seconds; its "floor" beside the stages
     "predicted_here"        {stage or peer: [low, high]}, for this machine
+    "published"             rows of figures/published.json that did the same work a KV head
 
 and a result has a "name" and either "skipped", or "failure" and "max_error", or the figures of a
 `measure.Measurement` and "max_error"; a peer's has a "note", too.
@@ -29,7 +30,7 @@ import torch
 from paged_attention.bench.captions import title
 from paged_attention.bench.contender import Contender, trial_as_json, tried
 from paged_attention.bench.peers import PEERS, Batch, Unavailable, make
-from paged_attention.bench.predictions import predictions, predictions_here
+from paged_attention.bench.predictions import predictions, predictions_here, published
 from paged_attention.bench.progress import Progress
 from paged_attention.bench.settings import Settings
 from paged_attention.inputs import Inputs
@@ -148,6 +149,7 @@ class StepRun:
             "stages": self._results(self.settings.stages),
             "predicted": predictions(self.settings, self.seq_lens),
             "predicted_here": predictions_here(self.settings, self.seq_lens, self.profile),
+            "published": published(self.settings, self.seq_lens),
         }
         if self.settings.peers:
             step["peers"] = self._results(self.settings.peers)

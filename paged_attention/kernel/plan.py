@@ -131,12 +131,11 @@ class DecodePlan:
         if shape.window is not None and shape.window >= max(lengths, default=0):
             effective = shape._replace(window=None)  # all keys are in the window
         floats = (wave_budget or wave_bytes(device)) // 4
-        kv_floats = shape.num_kv_heads * shape.head_size  # of a token's K, or of its V
+        # The budget of a wave holds for its K, for its V, and for its logits.
+        wave_tokens = max(1, floats // max(shape.num_kv_heads * shape.head_size, shape.num_rows))
         partition_size = optional_count("partition_size", partition_size)
         if partition_size is None:
-            partition_size = min(PARTITION_SIZE, max(1, floats // kv_floats))
-        # The budget of a wave holds for its K, for its V, and for its logits.
-        wave_tokens = max(1, floats // max(kv_floats, shape.num_rows))
+            partition_size = min(PARTITION_SIZE, wave_tokens)
         self.shape, self.layout = shape, layout
         self.partition_size = whole_blocks(partition_size, shape.block_size)
         cut = self.partition_size, wave_tokens

@@ -9,7 +9,6 @@ from pools import LAYOUTS, NAN, paged, random
 
 from paged_attention import Workspace, paged_attention, plan_decode
 from paged_attention.inputs import random_inputs
-from paged_attention.kernel.device import OPS_PER_WAVE
 from paged_attention.measure.counting import OpCounter, count
 from paged_attention.measure.profiling import profiler_peak_bytes
 
@@ -111,7 +110,9 @@ def test_a_wave_takes_as_many_ops_as_the_device_profiles_say():
         plan = plan_decode(**sizes, layout="HND", device="meta", seq_lens=[tokens])
         return count(lambda: plan.run(*x._replace(block_tables=x.block_tables.to("meta")))).ops
 
-    assert ops(32 * 1024) - ops(12 * 1024) == 10 * OPS_PER_WAVE
+    assert (
+        ops(32 * 1024) - ops(12 * 1024) == 10 * 15
+    )  # which docs/performance.md and notebook 07 say
 
 
 @pytest.mark.cuda

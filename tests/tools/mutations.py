@@ -386,11 +386,19 @@ KERNEL = [
         AROUND + " -k autocast",
     ),
     kernel(
-        "a wave on a GPU is as large as K and V of it should be together",
+        "a GPU's waves leave no room for what is gathered before it is converted",
         "device.py",
-        "launch * bandwidth / 2)",
-        "launch * bandwidth)",
+        "memory // SHARE_OF_MEMORY) // 2",
+        "memory // SHARE_OF_MEMORY)",
         PARTITION,
+    ),
+    kernel(
+        "a default partition's logits exceed the wave's budget",
+        "plan.py",
+        "partition_size = min(PARTITION_SIZE, wave_tokens)",
+        "partition_size = PARTITION_SIZE",
+        PARTITION,
+        PLAN,
     ),
     # -- checks
     kernel(
@@ -583,6 +591,28 @@ STAGES = [
         "fused_phase2.py",
         "rescale = s * torch.exp(",
         "rescale = torch.exp(",
+    ),
+]
+
+pricing = of("paged_attention/cost/", COST)
+PRICING = [
+    pricing(
+        "a GPU's host and device take turns",
+        "seconds.py",
+        "host + device if profile.launch is None else max(host, device)",
+        "host + device",
+    ),
+    pricing(
+        "a product moves its bytes as a gather does",
+        "seconds.py",
+        '"GEMMs": profile.gemm_bandwidth',
+        '"GEMMs": profile.gather_bandwidth',
+    ),
+    pricing(
+        "a row timed by the device's clock pays for the host",
+        "published.py",
+        'row["clock"] == "device"',
+        'row["clock"] == "none"',
     ),
 ]
 
@@ -843,4 +873,4 @@ NOTEBOOKS = [
     ),
 ]
 
-FAULTS = [*KERNEL, *CACHE, *REFERENCE, *STAGES, *MEASURING, *VLLM, *HF, *NOTEBOOKS]
+FAULTS = [*KERNEL, *CACHE, *REFERENCE, *STAGES, *PRICING, *MEASURING, *VLLM, *HF, *NOTEBOOKS]
