@@ -55,7 +55,7 @@ def merge_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     acc = outs.float().reshape(num_states, rows, head_size).transpose(0, 1)
     seen = lses != -torch.inf
     acc_s = acc.new_zeros(rows, num_states, padded(head_size + 1))
-    acc_s[..., :head_size] = acc.masked_fill(~seen.unsqueeze(-1), 0.0)
+    acc_s[..., :head_size] = acc.masked_fill(seen.logical_not().unsqueeze(-1), 0.0)
     acc_s[..., head_size] = seen
     merged, m = acc_s.new_zeros(rows + 1, 1, acc_s.shape[-1]), lses.new_full((rows,), LOWEST)
     if acc_s.numel():

@@ -184,10 +184,12 @@ def _segments(
 
 def _blocks(cut: list[list[WorkItem]], table: Tensor, block_size: int) -> Tensor:
     """(2, blocks): of each block, in the order of the waves, its sequence and table column."""
-    num_blocks = _int64([item.width // block_size for wave in cut for item in wave])
-    of_block = table.repeat_interleave(num_blocks, dim=1)
-    within = torch.arange(of_block.shape[1], device="cpu")  # then: blocks before it in its item
-    within -= (num_blocks.cumsum(0) - num_blocks).repeat_interleave(num_blocks)
+    counts = [item.width // block_size for wave in cut for item in wave]
+    num_blocks, total = _int64(counts), sum(counts)
+    of_block = table.repeat_interleave(num_blocks, dim=1, output_size=total)
+    within = torch.arange(total, device="cpu")  # then: blocks before it in its item
+    before = num_blocks.cumsum(0) - num_blocks
+    within -= before.repeat_interleave(num_blocks, output_size=total)
     return torch.stack([of_block[0], of_block[3] + within])
 
 
