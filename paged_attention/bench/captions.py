@@ -48,6 +48,11 @@ def title(seq_lens: Sequence[int]) -> str:
     )
 
 
+def rate(floor: dict[str, Any]) -> str:
+    """How fast the floor reads."""
+    return f"{floor['num_bytes'] / floor['seconds'] / 1e9:.1f} GB/s"
+
+
 def busy(step: dict[str, Any]) -> list[str]:
     """A warning if other processes were busy while a step was measured, or no line."""
     others = step["other_cores"]
