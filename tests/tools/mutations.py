@@ -598,7 +598,7 @@ MEASURING = [
     measuring(
         "memory that was given back still counts towards the peak",
         "storages.py",
-        "self._live_bytes -= self._live.pop(address).size",
+        "self.alive -= self._live.pop(address).size",
         "self._live.pop(address)",
     ),
     measuring(
