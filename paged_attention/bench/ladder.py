@@ -16,7 +16,7 @@ each) and "batches" (ragged ones) it lists steps, as `measure_step` adds them. A
     "predicted_here"        {stage or peer: [low, high]}, for this machine
 
 and a result has a "name" and either "skipped", or "failure" and "max_error", or the figures of a
-`measure.Measurement` and "max_error"; a peer's has a "note", too.
+`timing.Measurement` and "max_error"; a peer's has a "note", too.
 """
 
 from __future__ import annotations
