@@ -18,7 +18,7 @@ from paged_attention.kernel.layouts import lanes_per_piece
 COMMAND = "python -m paged_attention"
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 DTYPES |= {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
-OUT = "figures/local"  # a user's own; git ignores it
+OUT = Path("figures/local")  # a user's own; git ignores it
 
 
 def refuse(message: str) -> NoReturn:
@@ -35,7 +35,7 @@ def parse(argv: list[str] | None = None) -> tuple[Settings, list[int] | None, Pa
              where the files go
     """
     options = vars(_parser().parse_args(argv))
-    contexts, out = options.pop("context"), Path(options.pop("out"))
+    contexts, out = options.pop("context"), options.pop("out")
     options["stages"] = tuple(name for name in LADDER if name in options["stages"])
     settings = Settings(**options)  # the other options are called like its fields
     heads, kv_heads, lanes = settings.num_heads, settings.num_kv_heads, settings.head_size
@@ -79,7 +79,8 @@ def _parser() -> _Parser:
     a_stage = _name_in(dict(zip(LADDER, LADDER)))
     add("--stages", type=_list_of(a_stage), metavar="A[,B]", help=stages)
     add("--peers", action="store_const", const=tuple(PEERS), help=others)
-    add("--out", metavar="DIR", default=OUT, help="where the files go (default: %(default)s)")
+    out = "where the files go (default: %(default)s)"
+    add("--out", metavar="DIR", type=_folder, default=OUT, help=out)
     parser.set_defaults(**vars(Settings(device="cuda" if torch.cuda.is_available() else "cpu")))
     return parser
 
@@ -103,6 +104,12 @@ def _name_in(choices: Mapping[str, Any]) -> Callable[[str], Any]:
 
 def _list_of(convert: Callable[[str], Any]) -> Callable[[str], list[Any]]:
     return lambda text: [convert(part.strip()) for part in text.split(",")]
+
+
+def _folder(text: str) -> Path:
+    if not text:
+        raise argparse.ArgumentTypeError("'' names no folder")
+    return Path(text)
 
 
 def _device(text: str) -> str:

@@ -18,8 +18,8 @@ from typing import Any
 
 from paged_attention.bench.arguments import COMMAND, parse, refuse
 from paged_attention.bench.captions import hardware, reason_of, title, workload
-from paged_attention.bench.figures import draw
-from paged_attention.bench.files import refusal, write_json
+from paged_attention.bench.figures import draw, forget
+from paged_attention.bench.files import refusal, uninterrupted, write_json
 from paged_attention.bench.ladder import describe, measure_step, results_of
 from paged_attention.bench.memory import too_large
 from paged_attention.bench.settings import Settings, ragged, ragged_lengths
@@ -28,6 +28,7 @@ from paged_attention.measure.calibration import calibrate
 from paged_attention.measure.profiles import DeviceProfile
 
 FILES = "ladder.json", "ladder.png", "ladder_lengths.png"
+FOR_PICTURES = "For its pictures: python -m paged_attention.bench.figures"
 LENGTHS = 1024, 8192, 32_768, 100_000  # contexts where none is asked for
 
 
@@ -50,13 +51,17 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         run["interrupted"] = True
     if not run["contexts"] + run["batches"]:
-        print("Interrupted before anything was measured.", file=sys.stderr)
-        return 130
+        reason = "Interrupted before anything" if run["interrupted"] else "Nothing"
+        print(f"{reason} was measured.", file=sys.stderr)
+        return 130 if run["interrupted"] else 1
     try:
         _write(run, out / FILES[0])
     except OSError as error:
         print(f"{COMMAND}: --out {out}: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print(f"Interrupted: the JSON is whole. {FOR_PICTURES} {out}", file=sys.stderr)
+        return 130
     if run["interrupted"]:
         print("Interrupted: the table and the JSON hold what was measured.", file=sys.stderr)
         return 130
@@ -106,12 +111,11 @@ def _measure(
 
 def _write(run: dict[str, Any], path: Path) -> None:
     """The JSON, and its pictures where matplotlib is installed. Prints what was written."""
-    write_json(path, run)
+    with uninterrupted():
+        write_json(path, run)
+        forget(path)  # the pictures of an older run
     print(f"\n{path}")
     try:
         print("\n".join(map(str, draw(path, run))))
     except ImportError:
-        print(
-            f"For its pictures: pip install -e .[notebooks], "
-            f"then python -m paged_attention.bench.figures {path.parent}"
-        )
+        print(f"{FOR_PICTURES} {path.parent}, after pip install -e .[notebooks]")

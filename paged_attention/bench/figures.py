@@ -51,13 +51,22 @@ def draw(source: Path, run: dict[str, Any]) -> list[Path]:
     Returns: the PNGs written, in order
     Raises:  ValueError: it isn't a ladder's run
     """
-    wanted, written = names(run), []
+    wanted = names(run)
+    forget(source)
+    paths = [_beside(source, name) for name in wanted]
+    for path, name in zip(paths, wanted):
+        write_bytes(path, png(run, name))
+    return paths
+
+
+def forget(source: Path) -> None:
+    """Delete the pictures beside a JSON."""
     for name in FIGURES:
-        source.with_name(f"{source.stem}{name}.png").unlink(missing_ok=True)
-    for name in wanted:
-        written.append(source.with_name(f"{source.stem}{name}.png"))
-        write_bytes(written[-1], png(run, name))
-    return written
+        _beside(source, name).unlink(missing_ok=True)
+
+
+def _beside(source: Path, name: str) -> Path:
+    return source.with_name(f"{source.stem}{name}.png")
 
 
 def redraw(directory: Path) -> list[Path]:

@@ -97,7 +97,13 @@ def measure_step(
                    was measured until then, unless that is nothing but the floor
     """
     contenders: dict[str, Contender] = {}
-    kv_bytes = settings.kv_bytes(sum(seq_lens))
+    step: dict[str, Any] = {
+        "context": sum(seq_lens),
+        "seq_lens": list(seq_lens),
+        "kv_bytes": settings.kv_bytes(sum(seq_lens)),
+        "predicted": predictions(settings, seq_lens),
+        "predicted_here": predictions_here(settings, seq_lens, profile),
+    }
     load = machine.OtherLoad()
     try:
         with Progress(1 + len(settings.stages) + len(settings.peers) + _MOST_ROUNDS) as progress:
@@ -109,16 +115,9 @@ def measure_step(
     finally:
         results = {name: contender.as_json() for name, contender in contenders.items()}
         if len(results) > 1:
-            step = {
-                "context": sum(seq_lens),
-                "seq_lens": list(seq_lens),
-                "kv_bytes": kv_bytes,
-                "other_cores": load.cores(),
-                "floor": results["floor"] if contenders["floor"].trial else None,
-                "stages": [results[name] for name in settings.stages if name in results],
-                "predicted": predictions(settings, seq_lens),
-                "predicted_here": predictions_here(settings, seq_lens, profile),
-            }
+            step["other_cores"] = load.cores()
+            step["floor"] = results["floor"] if contenders["floor"].trial else None
+            step["stages"] = [results[name] for name in settings.stages if name in results]
             if settings.peers:
                 step["peers"] = [results[name] for name in settings.peers if name in results]
             kept.append(step)

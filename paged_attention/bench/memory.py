@@ -20,7 +20,7 @@ def too_large(settings: Settings, seq_lens: Sequence[int]) -> str | None:
 
     Example:
         >>> too_large(Settings(), [10**12])
-        'needs more than 16384 TB for K and V and the floor's copy; ...
+        "needs more than 16384 TB for K and V and the floor's copy; ...
     """
     usable = int(_USABLE * available_bytes(settings.device))
     free = f"{human_bytes(usable)} usable ({_USABLE:.0%} of what is free)"

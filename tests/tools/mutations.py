@@ -623,6 +623,41 @@ MEASURING = [
     ),
 ]
 
+INTERRUPTED = "tests/bench/test_cli_interrupted.py"
+bench = of("paged_attention/bench/", INTERRUPTED)
+BENCH = [
+    bench(
+        "a table that a full disk lost is no failure",
+        "streams.py",
+        "return status or 1",
+        "return status",
+    ),
+    bench(
+        "a pipe that closes ends the run",
+        "streams.py",
+        "except OSError as error:\n            self.error",
+        "except ZeroDivisionError as error:\n            self.error",
+    ),
+    bench(
+        "an older picture stays beside a new JSON",
+        "cli.py",
+        "forget(path)  # the pictures of an older run",
+        "pass",
+    ),
+    bench(
+        "a folder on a full disk is taken",
+        "files.py",
+        "file.write(bytes(2**20))",
+        "pass",
+    ),
+    bench(
+        "Ctrl-C while the JSON is written loses it",
+        "files.py",
+        "signal.signal(signal.SIGINT, signal.SIG_IGN)",
+        "signal.getsignal(signal.SIGINT)",
+    ),
+]
+
 vllm = of("paged_attention/vllm/", "tests/clients/test_vllm_ops.py")
 SCRATCH, WRITES = "tests/clients/test_vllm_scratch.py", "tests/clients/test_vllm_writes.py"
 PLUGIN = "tests/clients/test_vllm_plugin.py"
@@ -747,4 +782,4 @@ NOTEBOOKS = [
     ),
 ]
 
-FAULTS = [*KERNEL, *CACHE, *REFERENCE, *STAGES, *MEASURING, *VLLM, *HF, *NOTEBOOKS]
+FAULTS = [*KERNEL, *CACHE, *REFERENCE, *STAGES, *MEASURING, *BENCH, *VLLM, *HF, *NOTEBOOKS]
