@@ -6,6 +6,7 @@ Nor does Ctrl-C lose anything. One line says what happened, and the exit status 
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import signal
@@ -15,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from paged_attention.bench import cli, figures, files
+from paged_attention.bench import cli, files
 from paged_attention.measure.profiles import PROFILES
 
 ROOT = Path(__file__).parents[2]
@@ -88,8 +89,14 @@ def test_a_full_disk_below_stdout_loses_the_table_and_says_so_own_09(tmp_path):
     whole_json(tmp_path / "figures/local")
 
 
-def full_disk(*_, **__):
-    raise OSError(errno.ENOSPC, "No space left on device")
+class FullDisk(io.BytesIO):
+    """A file that can be opened, and not be written."""
+
+    def __init__(self, dir):
+        super().__init__()
+
+    def write(self, content):
+        raise OSError(errno.ENOSPC, "No space left on device")
 
 
 @pytest.mark.parametrize("out", ["/proc/nowhere", "a" * 300, "full"])
@@ -97,7 +104,7 @@ def test_a_folder_that_cannot_be_written_is_refused_before_the_run_own_09(
     out, tmp_path, monkeypatch, capsys
 ):
     if out == "full":
-        monkeypatch.setattr(files.tempfile, "TemporaryFile", full_disk)
+        monkeypatch.setattr(files.tempfile, "TemporaryFile", FullDisk)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(cli, "calibrate", lambda device: pytest.fail("the run began"))
     with pytest.raises(SystemExit) as leave:
@@ -136,15 +143,14 @@ def a_run(monkeypatch, tmp_path, capsys):
 
 
 def test_ctrl_c_while_drawing_leaves_no_older_picture_and_says_so_own_09(a_run, monkeypatch):
-    pytest.importorskip("matplotlib")
     for name in ("ladder.png", "ladder_lengths.png", "ladder.json"):
         Path("here").mkdir(exist_ok=True)
         Path("here", name).write_bytes(b"of an older run")
 
-    def interrupted(run):
+    def interrupted(path, run):
         raise KeyboardInterrupt
 
-    monkeypatch.setitem(figures.FIGURES, "", interrupted)
+    monkeypatch.setattr(cli, "draw", interrupted)
     status, _, err = a_run()
     assert status == 130
     assert err.splitlines()[-1] == (
@@ -173,7 +179,7 @@ def test_a_disk_that_fills_up_during_the_run_keeps_the_older_files_own_09(a_run,
     for name in ("ladder.png", "ladder.json"):
         Path("here", name).write_bytes(b"of an older run")
 
-    monkeypatch.setattr(Path, "write_bytes", full_disk)
+    monkeypatch.setattr(Path, "write_bytes", FullDisk.write)
     status, out, err = a_run()
     assert status == 1 and "single_tile  " in out
     assert "--out here: [Errno 28] No space left on device" in err.splitlines()[-1]
