@@ -20,15 +20,18 @@ from paged_attention.plots.style import DPI
 
 COMMAND = "python -m paged_attention.bench.figures"
 FIGURES = {"": draw_ladder, "_lengths": draw_lengths}  # by what the name adds to the JSON's
+KINDS = ("ladder", "device")  # of JSONs. Only a ladder has pictures
 
 
 def names(run: dict[str, Any]) -> list[str]:
     """What the names of a run's pictures add to the name of its JSON.
 
-    Raises:  ValueError: it isn't a ladder's run
+    Raises:  ValueError: a kind that isn't one of KINDS
     """
-    if run.get("kind") != "ladder":
-        raise ValueError(f'"kind" is {run.get("kind")!r}, should be "ladder"')
+    if run.get("kind") not in KINDS:
+        raise ValueError(f'"kind" is {run.get("kind")!r}, should be one of {", ".join(KINDS)}')
+    if run["kind"] != "ladder":
+        return []
     return list(FIGURES)[: min(2, len(run["contexts"]))]  # a single length has no curve
 
 
@@ -49,7 +52,7 @@ def draw(source: Path, run: dict[str, Any]) -> list[Path]:
     """Write a run's pictures beside its JSON, in the place of those of an older run.
 
     Returns: the PNGs written, in order
-    Raises:  ValueError: it isn't a ladder's run
+    Raises:  ValueError: as `names`
     """
     wanted = names(run)
     forget(source)
