@@ -7,6 +7,7 @@ copied only when one of its owners is about to write to it.
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Hashable, Iterable
 from typing import NamedTuple
@@ -36,6 +37,8 @@ class _Sequence(NamedTuple):
 
 class PagedKVCache:
     """Keys and values of many sequences in one pool of blocks.
+
+    Several threads may use one pool. No block is ever given to two of them.
 
     Args:    num_blocks, block_size, num_kv_heads, head_size: the pool's sizes. A block holds
                    block_size tokens of every layer
@@ -82,11 +85,19 @@ class PagedKVCache:
         self.layout = layout
         key_shape, value_shape = cache_shapes(self.geometry, layout, dtype)
         where = checks.checked_device(device)
-        self._keys = torch.zeros(num_layers, *key_shape, dtype=dtype, device=where)
-        self._values = torch.zeros(num_layers, *value_shape, dtype=dtype, device=where)
+        with torch.inference_mode(False):  # or it couldn't be written to outside of it
+            self._keys = torch.zeros(num_layers, *key_shape, dtype=dtype, device=where)
+            self._values = torch.zeros(num_layers, *value_shape, dtype=dtype, device=where)
         self._free = list(range(self.geometry.num_blocks))[::-1]  # the last one is taken first
         self._owners = [0] * self.geometry.num_blocks
         self._sequences: dict[Hashable, _Sequence] = {}
+        self._lock = threading.RLock()  # held while blocks change hands
+
+    def __getstate__(self) -> dict:
+        return {name: value for name, value in vars(self).items() if name != "_lock"}
+
+    def __setstate__(self, state: dict) -> None:
+        vars(self).update(state, _lock=threading.RLock())
 
     @property
     def num_free_blocks(self) -> int:
@@ -125,13 +136,14 @@ class PagedKVCache:
         if len(counts) != len(seq_ids) or len(set(seq_ids)) != len(seq_ids):
             got = f"{seq_ids!r} and {counts}"
             checks.refuse("seq_ids", "different, as many as num_tokens", got)
-        needed = self._blocks_needed(seq_ids, counts)
-        if needed > len(self._free):
-            raise OutOfBlocks(
-                f"seq_ids {seq_ids!r} need {needed} more blocks for num_tokens={counts}, "
-                f"but only {len(self._free)} of {self.geometry.num_blocks} are free"
-            )
-        slots = [self._extend(seq_id, count) for seq_id, count in zip(seq_ids, counts)]
+        with self._lock:
+            needed = self._blocks_needed(seq_ids, counts)
+            if needed > len(self._free):
+                raise OutOfBlocks(
+                    f"seq_ids {seq_ids!r} need {needed} more blocks for num_tokens={counts}, "
+                    f"but only {len(self._free)} of {self.geometry.num_blocks} are free"
+                )
+            slots = [self._extend(seq_id, count) for seq_id, count in zip(seq_ids, counts)]
         slots = torch.cat([torch.empty(0, dtype=torch.int64, device="cpu"), *slots])
         return slots.to(self._keys.device)
 
@@ -180,21 +192,40 @@ class PagedKVCache:
 
         Raises:  KeyError: seq_id is unknown;  ValueError: new_id already exists
         """
-        parent = self._sequence(seq_id)
-        if new_id in self._sequences:
-            checks.refuse("new_id", "new to the cache", repr(new_id))
-        for block in parent.blocks:
-            self._owners[block] += 1
-        self._sequences[new_id] = parent
+        with self._lock:
+            parent = self._sequence(seq_id)
+            if new_id in self._sequences:
+                checks.refuse("new_id", "new to the cache", repr(new_id))
+            for block in parent.blocks:
+                self._owners[block] += 1
+            self._sequences[new_id] = parent
+
+    def truncate(self, seq_id: Hashable, num_tokens: int) -> None:
+        """Forget a sequence's tokens past its first num_tokens.
+
+        Blocks that hold none of the others return to the pool if nobody else owns them.
+
+        Raises:  KeyError: seq_id is unknown
+                 TypeError, ValueError: num_tokens is not a whole number from 0 to the sequence's
+        """
+        num_tokens = checks.required_count("num_tokens", num_tokens, 0)
+        with self._lock:
+            blocks, have = self._sequence(seq_id)
+            if num_tokens > have:
+                checks.refuse("num_tokens", f"at most the sequence's {have}", num_tokens)
+            kept = ceil_div(num_tokens, self.geometry.block_size)
+            self._sequences[seq_id] = _Sequence(blocks[:kept], num_tokens)
+            for block in reversed(blocks[kept:]):
+                self._release(block)
 
     def free(self, seq_id: Hashable) -> None:
         """Forget a sequence. Blocks that nobody else owns return to the pool.
 
         Raises:  KeyError: seq_id is unknown
         """
-        for block in reversed(self._sequence(seq_id).blocks):
-            self._release(block)
-        del self._sequences[seq_id]
+        with self._lock:
+            self.truncate(seq_id, 0)
+            del self._sequences[seq_id]
 
     def _layer(self, layer: int) -> int:
         layer = checks.required_count("layer", layer, 0)

@@ -151,6 +151,18 @@ class Against(RuleBasedStateMachine):
         self.cache.fork(name, new)
         self.tokens[new], self.blocks[new] = list(self.tokens[name]), list(self.blocks[name])
 
+    @rule(name=st.sampled_from(NAMES), count=st.integers(0, 20))
+    def truncate(self, name, count):
+        if name not in self.tokens or count > len(self.tokens[name]):
+            before = self.snapshot()
+            with pytest.raises(KeyError if name not in self.tokens else ValueError, match=r"\d|'"):
+                self.cache.truncate(name, count)
+            assert_unchanged(before, self.snapshot())
+            return
+        self.cache.truncate(name, count)
+        self.tokens[name] = self.tokens[name][:count]
+        self.blocks[name] = self.blocks[name][: -(-count // self.block_size)]
+
     @rule(name=st.sampled_from(NAMES))
     def free(self, name):
         if name not in self.tokens:
@@ -375,6 +387,7 @@ def test_unknown_names_are_key_errors_that_say_the_name():
         lambda: cache.block_tables(["a", "nobody"]),
         lambda: cache.seq_lens(["nobody"]),
         lambda: cache.fork("nobody", "b"),
+        lambda: cache.truncate("nobody", 0),
         lambda: cache.free("nobody"),
     ):
         with pytest.raises(KeyError, match="nobody"):

@@ -20,7 +20,7 @@ from paged_attention.plots.style import DPI
 
 COMMAND = "python -m paged_attention.bench.figures"
 FIGURES = {"": draw_ladder, "_lengths": draw_lengths}  # by what the name adds to the JSON's
-KINDS = ("ladder", "device")  # of JSONs. Only a ladder has pictures
+KINDS = ("ladder", "device", "published")  # of JSONs. Only a ladder has pictures
 
 
 def names(run: dict[str, Any]) -> list[str]:

@@ -12,8 +12,9 @@ each) and "batches" (ragged ones) it lists steps, as `measure_step` adds them. A
     "other_cores"           how many cores other processes kept busy meanwhile
     "floor"                 a result, and "num_bytes" that it reads; None if it failed
     "stages", "peers"       results, in order; no "peers" where none were asked for
-    "predicted"             {device: {stage: [low, high]}}, seconds
+    "predicted"             {device: {stage: [low, high]}}, seconds; its "floor" beside the stages
     "predicted_here"        {stage or peer: [low, high]}, for this machine
+    "published"             rows of figures/published.json that did the same work a KV head
 
 and a result has a "name" and either "skipped", or "failure" and "max_error", or the figures of a
 `timing.Measurement` and "max_error"; a peer's has a "note", too.
@@ -29,7 +30,7 @@ import torch
 from paged_attention.bench.captions import title
 from paged_attention.bench.contender import COUNTS, Contender, tried
 from paged_attention.bench.peers import PEERS, Batch, Unavailable, make
-from paged_attention.bench.predictions import predictions, predictions_here
+from paged_attention.bench.predictions import predictions, predictions_here, published
 from paged_attention.bench.progress import Progress
 from paged_attention.bench.settings import Settings
 from paged_attention.inputs import Inputs
@@ -103,6 +104,7 @@ def measure_step(
         "kv_bytes": settings.kv_bytes(sum(seq_lens)),
         "predicted": predictions(settings, seq_lens),
         "predicted_here": predictions_here(settings, seq_lens, profile),
+        "published": published(settings, seq_lens),
     }
     load = machine.OtherLoad()
     try:

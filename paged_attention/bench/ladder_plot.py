@@ -12,14 +12,14 @@ from paged_attention.measure.units import human_bytes, human_seconds, ratio
 from paged_attention.plots.style import FLOOR_COLOUR, Axes, Figure, device_mark, mark_of
 
 _MOST_STEPS = 3  # as many as a page shows
-_PEERS_BELOW = 0.5  # rows of space between the stages and the peers
+_SPACE = 0.5  # rows of it below the stages, and below the peers
 _MEASURED = (
     "Dots are medians, bars the middle half of the samples; the floor is torch.mv reading as many "
     "bytes as K and V hold."
 )
 _PREDICTED = (
     "Hollow marks are what the cost model makes of published figures, from the best of them to "
-    "the worst."
+    "the worst. A dotted line is the floor of the device in its colour, at its best bandwidth."
 )
 
 
@@ -36,7 +36,7 @@ def draw_ladder(run: dict[str, Any]) -> Figure:
     heights = [0.75 + 0.29 * (1 + _last_row(step)) if results_of(step) else 1.0 for step in steps]
     devices = sorted({device for step in steps for device in step.get("predicted", {})})
     busiest = max(steps, key=lambda step: step["other_cores"] or 0.0)
-    notes = [_MEASURED, *([_PREDICTED] if devices else []), *busy(busiest)]
+    notes = [_MEASURED, *([_PREDICTED] if devices else []), *_sources(steps), *busy(busiest)]
     title = "One decode step of PagedAttention V2, stage by stage"
     with page(run, title, sum(heights) + 1.2, notes) as figure:
         figure.set_layout_engine("constrained", wspace=0.04)
@@ -52,11 +52,11 @@ def draw_ladder(run: dict[str, Any]) -> Figure:
 
 
 def _rows(step: dict[str, Any]) -> dict[float, dict[str, Any]]:
-    """{row: result}, counted from the top; the peers stand further below."""
-    num_stages = len(step["stages"])
+    """{row: result}, counted from the top; peers stand further below, and published rows last."""
+    below = len(step["stages"]), len(results_of(step))
     return {
-        place + (_PEERS_BELOW if place >= num_stages else 0): result
-        for place, result in enumerate(results_of(step))
+        place + _SPACE * sum(place >= first for first in below): result
+        for place, result in enumerate(results_of(step) + step.get("published", []))
     }
 
 
@@ -68,7 +68,15 @@ def _draw_times(axes: Axes, step: dict[str, Any]) -> None:
     rows = _rows(step)
     floor = step["floor"]["seconds"] if step["floor"] else None
     low, high = _range_of_times(step)
+    for device, bands in step.get("predicted", {}).items():
+        if "floor" in bands:
+            axes.axvline(
+                bands["floor"][0], color=device_mark(device)[0], lw=1.2, ls=":", zorder=0.5
+            )
     for row, result in rows.items():
+        if "us" in result:
+            _draw_published(axes, row, result)
+            continue
         right = low
         for device, band in _predicted(step, result["name"]):
             _draw_prediction(axes, row, device, band)
@@ -85,12 +93,17 @@ def _draw_times(axes: Axes, step: dict[str, Any]) -> None:
             loc="right", fontsize=9, fontweight="normal", color="#333333",
         )  # fmt: skip
     _set_time_axis(axes, low, high)
-    axes.set_yticks(list(rows), [result["name"] for result in rows.values()])
+    names = [r["name"] if "name" in r else f"{r['device']}, published" for r in rows.values()]
+    axes.set_yticks(list(rows), names)
     axes.set_ylim(_last_row(step) + 0.6, -0.6)
 
 
 def _range_of_times(step: dict[str, Any]) -> tuple[float, float]:
     times = [step["floor"]["seconds"]] if step["floor"] else []
+    times += [1e-6 * row["us"] for row in step.get("published", [])]
+    times += [
+        bands["floor"][0] for bands in step.get("predicted", {}).values() if "floor" in bands
+    ]
     for result in results_of(step):
         if "seconds" in result:
             times += [result["seconds"], result["spread"][0]]
@@ -130,6 +143,25 @@ def _draw_prediction(axes: Axes, row: float, device: str, band: list[float]) -> 
     colour, _ = device_mark(device)
     axes.plot(band, [row, row], color=colour, lw=1.2, solid_capstyle="butt")
     axes.plot(math.sqrt(band[0] * band[1]), row, ls="", **_hollow_mark(device))
+
+
+def _draw_published(axes: Axes, row: float, published: dict[str, Any]) -> None:
+    """A filled star, and what was timed."""
+    seconds, (colour, _) = 1e-6 * published["us"], device_mark(published["device"])
+    axes.plot(seconds, row, "*", color=colour, ms=10)
+    _label(axes, seconds, row, f"{human_seconds(seconds)}  {published['what']}")
+
+
+def _sources(steps: list[dict[str, Any]]) -> list[str]:
+    """Of the published rows: their sizes, and where they stand."""
+    sources: dict[str, list[str]] = {}
+    for row in (row for step in steps for row in step.get("published", [])):
+        sizes = f"{row['num_heads']} query heads, {row['num_kv_heads']} KV head, {row['dtype']}"
+        sources.setdefault(sizes, []).append(row["source"].removeprefix("https://"))
+    return [
+        f"Filled stars are published times ({sizes}): {', '.join(dict.fromkeys(where))}."
+        for sizes, where in sources.items()
+    ]
 
 
 def _explain_predictions(figure: Figure, devices: list[str]) -> None:

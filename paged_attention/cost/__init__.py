@@ -1,6 +1,7 @@
 """What a call costs, worked out before it runs: `predict(name, Shape([...]), profile)`."""
 
-from paged_attention.cost.predict import NAMES, Cost, cost_of, predict, seconds_of
+from paged_attention.cost.predict import NAMES, Cost, cost_of, predict
+from paged_attention.cost.seconds import seconds_of
 from paged_attention.cost.shape import Shape
 from paged_attention.cost.trace import Step
 from paged_attention.measure.profiles import PROFILES, DeviceProfile, Figure

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from paged_attention.cost.seconds import seconds_of
 from paged_attention.cost.shape import Shape
 from paged_attention.cost.trace import Step, Trace, Tracer, extrapolated
 from paged_attention.kernel.call import Inputs, check_call, check_values
@@ -46,7 +47,7 @@ class Cost:
                      included, which `measure.count` counts as peak_bytes
     seconds:         a band; None without a profile
     steps:           one for each kind of operation, in the order in which they first occur.
-                     `seconds_of(step, profile)` is a step's share of the time
+                     `seconds_of([step], profile)` is what a step takes alone
     """
 
     ops: int
@@ -87,7 +88,7 @@ def predict(name: str, shape: Shape, profile: DeviceProfile | None = None) -> Co
         >>> cost.ops, cost.gemms, cost.bytes_moved, cost.temporary_bytes
         (29, 3, 21451921692, 7415305808)
         >>> round(cost.seconds.low, 4), round(cost.seconds.high, 4)
-        (0.0046, 0.0046)
+        (0.0051, 0.0101)
     """
     if name not in NAMES:
         refuse("name", f"one of {', '.join(NAMES)}", repr(name))
@@ -125,8 +126,7 @@ def _cost(trace: Trace, profile: DeviceProfile | None) -> Cost:
     steps = [replace(step, fresh_bytes=fresh[label]) for label, step in trace.steps.items()]
     seconds = None
     if profile is not None:
-        bands = [seconds_of(step, profile) for step in steps]
-        seconds = _band(sum(b.low for b in bands), sum(b.high for b in bands), profile)
+        seconds = seconds_of(steps, profile)
     summed = ("ops", "gemms", "host_reads", "bytes_read", "bytes_written")
     totals = {name: sum(getattr(step, name) for step in steps) for name in summed}
     peak = max((allocation.alive for allocation in trace.allocations), default=0)
@@ -182,51 +182,3 @@ def _kernel_trace(shape: Shape, wave_bytes: int) -> Trace:
     with tracer:
         plan_on_meta.run_checked(call, None, workspace, return_lse=False)
     return tracer.trace
-
-
-def seconds_of(step: Step, profile: DeviceProfile) -> Figure:
-    """How long a step takes: ops x op_cost + bytes / bandwidth, as the profile has them.
-
-    Where the profile knows them, bytes of a copy that rearranges move at `rearrange_bandwidth`,
-    and fresh bytes cost `fresh_page_cost` on top, at both ends of the band. Without that, the low
-    end would be 0.4 times what gqa_broadcast takes at 32,768 tokens. With it, it is 0.9 times.
-
-    The model leaves out
-      - Python between operations, beyond its part of op_cost;
-      - the time that a GPU's host waits for a value that it reads;
-      - arithmetic;
-      - temporaries smaller than `fresh_from` that malloc gives back to the system all the same.
-        Which ones it keeps depends on what was allocated before;
-      - the processor's caches. The kernel's waves stay in them, so its prediction is up to 1.7
-        times too slow in the layouts HND and NHD;
-      - what the host of a virtual machine does with freed memory. If it takes the memory back
-        within seconds, the next first write costs several times as much. single_bmm at 32,768
-        tokens frees 3 GB a call: it took 0.9 s when called again at once, and 3.1 s when other
-        stages ran in between.
-
-    Args:    step: one of `predict(name, shape, profile).steps`, for the same profile
-    Returns: seconds, as a band from the profile's best figures together to its worst
-    Raises:  ValueError: the profile has no bandwidth or no op_cost
-    """
-    if profile.bandwidth is None or profile.op_cost is None:
-        missing = "bandwidth" if profile.bandwidth is None else "op_cost"
-        raise ValueError(
-            f"profile {profile.name!r} has no {missing}, which measure.calibrate measures"
-        )
-    rearrange = profile.rearrange_bandwidth or profile.bandwidth
-    fresh = profile.fresh_page_cost or Figure(0.0, 0.0, "s/B", "")
-    streamed = step.bytes_moved - step.rearranged_bytes
-    best = profile.op_cost.low, profile.bandwidth.high, rearrange.high, fresh.low
-    worst = profile.op_cost.high, profile.bandwidth.low, rearrange.low, fresh.high
-    low, high = (
-        step.ops * an_op
-        + streamed / bandwidth
-        + step.rearranged_bytes / rearranging
-        + step.fresh_bytes * a_byte
-        for an_op, bandwidth, rearranging, a_byte in (best, worst)
-    )
-    return _band(low, high, profile)
-
-
-def _band(low: float, high: float, profile: DeviceProfile) -> Figure:
-    return Figure(low, high, "s", f"predicted from the profile of {profile.name}")

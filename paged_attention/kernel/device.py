@@ -5,21 +5,19 @@ import functools
 import torch
 
 CPU_WAVE = 8 * 2**20  # bytes. Half of it took 1.1 times as long on a 2-core Xeon with 2 MiB of L2
-LAUNCH = 6e-6  # seconds that an accelerator's operation costs at the most, whatever its size
-UNKNOWN_BANDWIDTH = 1e12  # bytes per second, assumed where a device doesn't tell
-OPS_PER_WAVE = 15  # operations of Phase 1, which a test counts
-AMORTISED = 10  # the time that a wave's bytes take, in times of its launches
+MOST_MEMORY = 256_000_000  # bytes that a wave may take on an accelerator,
+SHARE_OF_MEMORY = 50  # and no more than a fiftieth of its memory
 
 
-def accelerator_wave(bandwidth: float, launch: float) -> int:
-    """The most bytes of a wave's K as float32, on a device where launches cost.
+def accelerator_wave(memory: int) -> int:
+    """The most bytes of a wave's K as float32, on an accelerator with so many bytes of memory.
 
-    Reading K and V of a wave takes ten times as long as launching its operations, so that the
-    launches add a tenth.
-
-    Args:    bandwidth: bytes per second;  launch: seconds that an operation costs
+    A wave costs launches, so larger waves are faster, and only memory limits them. K as float32
+    gets half of what a wave may take. V comes to the same place afterwards. The other half is for
+    K as it was gathered, before it is converted, which takes three quarters as much with an fp8
+    cache, and for the logits.
     """
-    return int(AMORTISED * OPS_PER_WAVE * launch * bandwidth / 2)
+    return min(MOST_MEMORY, memory // SHARE_OF_MEMORY) // 2
 
 
 @functools.cache
@@ -31,14 +29,6 @@ def wave_bytes(device: torch.device) -> int:
     """
     if device.type in ("cpu", "meta"):
         return CPU_WAVE
-    return accelerator_wave(peak_bandwidth(device), LAUNCH)
-
-
-def peak_bandwidth(device: torch.device) -> float:
-    """Bytes per second, from CUDA's properties of the device where they tell."""
-    if device.type != "cuda":
-        return UNKNOWN_BANDWIDTH
-    properties = torch.cuda.get_device_properties(device)
-    clock = getattr(properties, "memory_clock_rate", 0)  # kHz, not in every version of torch
-    width = getattr(properties, "memory_bus_width", 0)  # bits
-    return 2 * clock * 1e3 * width / 8 or UNKNOWN_BANDWIDTH  # two transfers a clock
+    if device.type == "cuda" and torch.cuda.is_available():
+        return accelerator_wave(torch.cuda.get_device_properties(device).total_memory)
+    return MOST_MEMORY // 2  # its memory isn't known

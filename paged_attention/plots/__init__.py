@@ -5,6 +5,7 @@ from paged_attention.plots.curves import (
     draw_costs,
     draw_floor,
     draw_lines,
+    draw_wave_sizes,
     draw_weights,
 )
 from paged_attention.plots.ideas import (
@@ -34,6 +35,7 @@ __all__ = [
     "draw_path",
     "draw_pool",
     "draw_steps",
+    "draw_wave_sizes",
     "draw_waves",
     "draw_weights",
 ]

@@ -12,6 +12,7 @@ from typing import Any
 import numpy
 import torch
 
+from paged_attention.cost.predict import Cost
 from paged_attention.measure.machine import device_name
 from paged_attention.measure.profiles import DeviceProfile
 from paged_attention.measure.profiles import Figure as Band
@@ -130,6 +131,42 @@ def draw_lines(
     _finish(ax, next(iter(measured.values())), "time a step", human_seconds)
     ax.set_xlabel(xlabel)
     caption(figure, [_where(device_name(device), shape)])
+    return figure
+
+
+def draw_wave_sizes(
+    predicted: Mapping[str, Mapping[int, Cost]],
+    measured: Mapping[int, Measurement],
+    *,
+    device: str,
+    shape: str,
+) -> Figure:
+    """Time and memory of a call against the size of its waves, log-log.
+
+    Args:    predicted: {device: {MiB of a wave's K: Cost}}
+             measured: {MiB of a wave's K: Measurement}, on `device`
+             shape: the workload, in words, for the caption
+    """
+    figure, (time, memory) = new_panels(9.0, 4.3, columns=2)
+    for name, costs in predicted.items():
+        colour, mark = device_mark(name)
+        ends = [(cost.seconds.low, cost.seconds.high) for cost in costs.values() if cost.seconds]
+        low, high = numpy.transpose(ends)
+        line: dict[str, Any] = {
+            "color": colour,
+            "markerfacecolor": "none",
+            "label": f"{name}, predicted",
+        }
+        time.plot(list(costs), numpy.sqrt(low * high), f"{mark}:", **line)
+        time.fill_between(list(costs), low, high, color=colour, alpha=0.12, linewidth=0)
+        peaks = [cost.temporary_bytes for cost in costs.values()]  # the same on all devices
+    median_curve(time, _spreads(measured), color="#000000", label="this machine, measured")
+    memory.plot(list(measured), peaks, "o-", color="#000000", label="temporaries, counted")
+    _finish(time, measured, "time a step", human_seconds)
+    _finish(memory, measured, "peak memory of temporaries", human_bytes)
+    for ax in (time, memory):
+        ax.set_xlabel("MiB of a wave's K, as float32")
+    caption(figure, [_where(device_name(device), shape), "Hollow: predicted, shaded as a band."])
     return figure
 
 

@@ -238,8 +238,8 @@ def test_what_a_context_needs_is_what_is_counted(monkeypatch):
     assert needed == caches + alone.kv_bytes(1000) + max(peak, 48 * 1000 * 256)
     on_a_gpu = replace(alone, device="cuda")
     monkeypatch.setattr(memory, "profile_of", lambda device: PROFILES["H200"])
-    one_wave = memory._predicted_peak(on_a_gpu, "paged_attention", (100_000,))
-    assert one_wave > 400_000_000
+    a_gpus_wave = memory._predicted_peak(on_a_gpu, "paged_attention", (100_000,))
+    assert peak < 100_000_000 < a_gpus_wave < 160_000_000
 
 
 def band(name, shape, profile):
@@ -253,6 +253,9 @@ def test_predictions_are_the_cost_models_for_published_profiles():
     predicted = predictions.predictions(settings, [4000])
     assert set(predicted) == {"BI-V100", "H200"}
     for device, bands in predicted.items():
+        rates = PROFILES[device].bandwidth.high, PROFILES[device].bandwidth.low
+        kv_bytes = 2 * 4000 * 4 * 256 * 2
+        assert bands["floor"] == pytest.approx([kv_bytes / rate for rate in rates], rel=1e-3)
         for name, partition_size in (("single_bmm", 512), ("paged_attention", None)):
             shape = Shape([4000], dtype=torch.float16, partition_size=partition_size)
             assert bands[name] == band(name, shape, PROFILES[device])
@@ -266,6 +269,17 @@ def test_predictions_for_this_device_are_the_calibrated_profiles_in_each_layout(
     shape = Shape([4000, 3], layout="NHD")
     assert list(bands) == ["single_bmm", "paged_attention_NHD"]
     assert bands["paged_attention_NHD"] == band("paged_attention", shape, PROFILES["H200"])
+
+
+@quick
+def test_published_rows_are_those_of_as_much_work_for_each_kv_head():
+    rows = predictions.published(Settings(), [100_000])
+    assert [row["us"] for row in rows] == [18660.4, 9257.6, 6769.8]
+    assert {(r["num_heads"], r["num_kv_heads"], r["head_size"]) for r in rows} == {(6, 1, 256)}
+    for other in (Settings(head_size=128), Settings(num_heads=28)):
+        assert predictions.published(other, [100_000]) == []
+    assert predictions.published(Settings(), [100_000, 5]) == []
+    assert predictions.published(Settings(), [100_001]) == []
 
 
 @quick

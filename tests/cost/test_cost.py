@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from paged_attention.cost import NAMES, PROFILES, DeviceProfile, Figure, Shape, Step
-from paged_attention.cost.predict import cost_of, predict, seconds_of
+from paged_attention.cost.predict import cost_of, predict
+from paged_attention.cost.seconds import seconds_of
 from paged_attention.measure.profiling import KINDS
 
 quick = pytest.mark.quick
@@ -103,21 +104,45 @@ def test_the_series_traffic_in_multiples_of_k_and_v():
 @quick
 def test_seconds_are_ops_times_their_cost_plus_bytes_over_bandwidth():
     step = Step("any", ops=3, bytes_read=40, bytes_written=8, rearranged_bytes=16, fresh_bytes=2)
-    plain, rich = seconds_of(step, EXACT), seconds_of(step, RICH)
+    plain, rich = seconds_of([step], EXACT), seconds_of([step], RICH)
     assert (plain.low, plain.high, plain.unit) == (3 * 10 + 48 / 4, 3 * 30 + 48 / 2, "s")
     assert (rich.low, rich.high) == (30 + 32 / 4 + 16 / 2 + 2 * 5, 90 + 32 / 2 + 16 / 1 + 2 * 7)
     assert "exact" in plain.source
 
 
 @quick
+def test_a_gather_a_product_a_copy_and_the_rest_move_at_their_own_bandwidths():
+    rates = {"gather_bandwidth": 10.0, "gemm_bandwidth": 100.0, "rearrange_bandwidth": 0.5}
+    figures = {name: Figure(rate, 2 * rate, "B/s", "") for name, rate in rates.items()}
+    profile = replace(EXACT, op_cost=Figure(0.0, 0.0, "s", ""), **figures)
+    for label, rate in (("gather", 10), ("GEMMs", 100), ("copies", 2), ("other", 2)):
+        step = Step(label, ops=1, bytes_read=70, bytes_written=40, rearranged_bytes=10)
+        assert seconds_of([step], profile).high == 100 / rate + 10 / 0.5
+        assert seconds_of([step], profile).low == seconds_of([step], profile).high / 2
+
+
+@quick
+def test_where_a_device_works_beside_its_host_the_longer_of_the_two_decides():
+    launch, read = Figure(1.0, 2.0, "s", ""), Figure(5.0, 6.0, "s", "")
+    gpu = replace(EXACT, launch=launch, host_read=read)
+    small, large = Step("gather", ops=2, host_reads=1, bytes_read=4), Step("copies", 1, 0, 0, 400)
+    both = small, large
+    assert seconds_of([small], gpu).high == 2 * 30 + 6  # the host; the device: 2 * 2 + 4 / 2
+    assert seconds_of([large], gpu).high == 2 + 400 / 2  # the device; the host: 30
+    assert seconds_of(both, gpu).high == 3 * 2 + 404 / 2 == 208  # 3 * 30 + 6 are hidden
+    assert seconds_of(both, gpu).low == 3 * 1 + 404 / 4
+    assert seconds_of(both, EXACT).high == 3 * 30 + 404 / 2  # host and device are one
+
+
+@quick
 @pytest.mark.parametrize("name", NAMES)
-def test_a_call_costs_the_sum_of_its_steps_which_are_breakdowns_kinds(name):
+def test_on_a_cpu_a_call_costs_the_sum_of_its_steps_which_are_breakdowns_kinds(name):
     assert predict(name, WORKLOAD).seconds is None
-    for profile in (EXACT, RICH, PROFILES["BI-V100"], PROFILES["H200"]):
+    for profile in (EXACT, RICH):
         cost = predict(name, Shape([700, 3]), profile)
         sums = [sum(column) for column in zip(*(astuple(step)[1:6] for step in cost.steps))]
         assert sums == [cost.ops, cost.gemms, cost.host_reads, cost.bytes_read, cost.bytes_written]
-        seconds = [seconds_of(step, profile) for step in cost.steps]
+        seconds = [seconds_of([step], profile) for step in cost.steps]
         assert cost.seconds.low == pytest.approx(sum(s.low for s in seconds))
         assert cost.seconds.high == pytest.approx(sum(s.high for s in seconds))
         assert {step.label for step in cost.steps} <= set(KINDS)
