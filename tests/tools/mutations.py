@@ -681,6 +681,20 @@ BENCH = [
         "pass",
     ),
     bench(
+        "a time that beats the floor is believed",
+        "check.py",
+        'result["spread"][1] < floor["spread"][0]',
+        'result["spread"][1] < 0',
+        "tests/project/test_device.py -k cannot_be_believed",
+    ),
+    bench(
+        "make device succeeds though a part failed",
+        "../../tests/tools/device.py",
+        'any(part["status"] != "fine" for part in done)',
+        "False",
+        "tests/project/test_device.py -k status_is_true",
+    ),
+    bench(
         "Ctrl-C while the JSON is written loses it",
         "files.py",
         "signal.signal(signal.SIGINT, signal.SIG_IGN)",
