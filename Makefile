@@ -1,12 +1,16 @@
 # `make run` and `make test` work on a fresh clone: Python 3.11 or newer and make are all they need.
 #
 #   make run ARGS="--context 1024"    options for python -m paged_attention
+#   make device OUT=figures/my-card   and DEVICE=cuda:1; ARGS, as for run, are for its ladders
 #   make test PYTHON=python3.12       another Python to make .venv with
 #   make test VENV=none               the Python at hand (a vendor's, from 3.10 up): installs nothing
 
 PYTHON ?= python3
 VENV   ?= .venv
 ARGS   ?=
+DEVICE ?=
+OUT    ?= figures/local/device
+TESTS  ?=
 VLLM   ?= 0.6.6.post1 0.8.5.post1
 
 # test-oldest has nothing but torch, numpy, pytest and hypothesis, so it runs all tests except those of
@@ -19,7 +23,7 @@ UNIT_TESTS := tests/kernel tests/stages tests/cost tests/measure tests/test_cach
               tests/clients/test_vllm_scratch.py tests/clients/test_vllm_surroundings.py \
               tests/clients/test_vllm_writes.py
 
-.PHONY: help run test test-model test-vllm fuzz accuracy lab notebooks figures lint test-oldest clean
+.PHONY: help run device test test-model test-vllm fuzz accuracy lab notebooks figures lint test-oldest clean
 
 ifeq ($(strip $(VENV)),)
 $(error VENV is empty: name a folder, or none)
@@ -53,6 +57,7 @@ endef
 
 help:
 	@echo "make run          the ladder of stages, timed on this machine (options: ARGS=...)"
+	@echo "make device       all that a device can tell, to send it in: tests, a graph, ladders (DEVICE=, OUT=)"
 	@echo "make test         ruff, types, unit tests, every notebook re-run and compared"
 	@echo "make test-model   a real model on longer texts than make test has; takes minutes"
 	@echo "make fuzz         ten minutes of random decode steps against float64, other ones each time"
@@ -69,6 +74,11 @@ help:
 run: $(READY)
 	$(call need,torch numpy)
 	@$(PY) -m paged_attention $(ARGS)
+
+device: $(READY)
+	$(call need,torch numpy pytest)
+	@$(PY) tests/tools/device.py $(if $(DEVICE),--device $(DEVICE)) --out $(OUT) \
+		$(if $(TESTS),--tests $(TESTS)) -- $(ARGS)
 
 # Files run in order, not those of most tests first: the longest ones begin before the notebooks.
 test: $(READY)
@@ -106,6 +116,7 @@ notebooks: $(READY)
 figures: $(READY)
 	$(call need,torch numpy matplotlib)
 	$(PY) -m paged_attention.bench.figures figures
+	$(PY) tests/tools/figures_readme.py
 
 test-oldest: .venv-oldest/.installed
 	.venv-oldest/bin/python -m pytest $(UNIT_TESTS)

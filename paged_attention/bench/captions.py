@@ -48,6 +48,11 @@ def title(seq_lens: Sequence[int]) -> str:
     )
 
 
+def rate(floor: dict[str, Any]) -> str:
+    """How fast the floor reads."""
+    return f"{floor['num_bytes'] / floor['seconds'] / 1e9:.1f} GB/s"
+
+
 def busy(step: dict[str, Any]) -> list[str]:
     """A warning if other processes were busy while a step was measured, or no line."""
     others = step["other_cores"]
@@ -67,5 +72,10 @@ def reason_of(error: Exception, longest: int = 100) -> str:
     """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = f"{type(error).__name__}: {lines[0] if lines else ''}".rstrip(": ")
-    text = re.sub(r"(?<![\w.])/(?:[^\s/'\"]+/)*([^\s/'\"]*)", r"\1", text)
+    text = without_folders(text)
     return text if len(text) <= longest else text[: longest - 3].rstrip() + "..."
+
+
+def without_folders(text: str) -> str:
+    """The same words, but of each path only its last part."""
+    return re.sub(r"(?<![\w.])/(?:[^\s/'\"]+/)*([^\s/'\"]*)", r"\1", text)

@@ -17,22 +17,19 @@ from pathlib import Path
 from typing import Any
 
 from paged_attention.bench.arguments import COMMAND, parse, refuse
-from paged_attention.bench.captions import hardware, workload
-from paged_attention.bench.figures import draw
-from paged_attention.bench.files import refusal, write_json
-from paged_attention.bench.ladder import StepRun, describe
-from paged_attention.bench.memory import (
-    contexts_that_fit,
-    needed_bytes,
-    require_that_they_fit,
-    usable_bytes,
-)
-from paged_attention.bench.progress import Progress
+from paged_attention.bench.captions import hardware, reason_of, title, workload
+from paged_attention.bench.figures import draw, forget
+from paged_attention.bench.files import refusal, uninterrupted, write_json
+from paged_attention.bench.ladder import describe, measure_step, results_of
+from paged_attention.bench.memory import too_large
 from paged_attention.bench.settings import Settings, ragged, ragged_lengths
 from paged_attention.bench.table import table
 from paged_attention.measure.calibration import calibrate
+from paged_attention.measure.profiles import DeviceProfile
 
 FILES = "ladder.json", "ladder.png", "ladder_lengths.png"
+FOR_PICTURES = "For its pictures: python -m paged_attention.bench.figures"
+LENGTHS = 1024, 8192, 32_768, 100_000  # contexts where none is asked for
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -40,76 +37,85 @@ def main(argv: list[str] | None = None) -> int:
 
     Returns: the exit status
     """
-    settings, contexts, out = parse(argv)
+    settings, asked, out = parse(argv)
     reason = refusal(out, FILES)
     if reason:
         refuse(f"--out {out}: {reason}")
+    contexts = _contexts(settings, asked)
+    profile = calibrate(settings.device)
+    run = describe(settings, profile)
+    print(f"{hardware(run)}\n{workload(run)}", flush=True)
+    failed = False
     try:
-        if contexts is None:
-            contexts = contexts_that_fit(settings)
-        else:
-            require_that_they_fit(settings, contexts)
-    except ValueError as too_long:
-        refuse(str(too_long))
-
-    run, failed = _measure(settings, list(dict.fromkeys(contexts)))
-    if not run["contexts"]:
-        print("Interrupted before anything was measured.", file=sys.stderr)
-        return 130
+        failed = _measure(run, settings, contexts, profile)
+    except KeyboardInterrupt:
+        run["interrupted"] = True
+    if not run["contexts"] + run["batches"]:
+        reason = "Interrupted before anything" if run["interrupted"] else "Nothing"
+        print(f"{reason} was measured.", file=sys.stderr)
+        return 130 if run["interrupted"] else 1
     try:
         _write(run, out / FILES[0])
     except OSError as error:
         print(f"{COMMAND}: --out {out}: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print(f"Interrupted: the JSON is whole. {FOR_PICTURES} {out}", file=sys.stderr)
+        return 130
     if run["interrupted"]:
         print("Interrupted: the table and the JSON hold what was measured.", file=sys.stderr)
         return 130
     return 1 if failed else 0
 
 
-def _measure(settings: Settings, contexts: list[int]) -> tuple[dict[str, Any], bool]:
-    """The run's dictionary, and whether a contender failed. Prints a table for each step."""
-    profile = calibrate(settings.device)
-    run = describe(settings, profile)
-    print(f"{hardware(run)}\n{workload(run)}", flush=True)
-    steps = [(run["contexts"], StepRun(settings, [n], profile)) for n in contexts]
+def _contexts(settings: Settings, asked: list[int] | None) -> list[int]:
+    """The contexts that were asked for, or those of LENGTHS that fit the memory."""
+    contexts = []
+    for n in dict.fromkeys(asked or LENGTHS):
+        reason = too_large(settings, [n])
+        if reason and (asked or not contexts):
+            refuse(f"--context {n} {reason}")
+        if reason:
+            print(f"Left out: {n:,} tokens, which {reason}.", flush=True)
+        else:
+            contexts.append(n)
+    return contexts
+
+
+def _measure(
+    run: dict[str, Any], settings: Settings, contexts: list[int], profile: DeviceProfile
+) -> bool:
+    """Add every step to the run, and print its table. Says whether a contender failed."""
+    steps = [("contexts", settings, [n]) for n in contexts]
     if settings.peers:
-        batch = StepRun(ragged(settings), ragged_lengths(), profile)
-        steps.append((run["batches"], batch))
+        steps.append(("batches", ragged(settings), [*ragged_lengths()]))
     failed = False
-    for kept, step in steps:
+    for kind, settings, seq_lens in steps:
+        reason = too_large(settings, seq_lens)
+        if reason:  # of the ragged batch, which nobody asked for
+            print(f"\n{title(seq_lens)}: skipped, {reason}", flush=True)
+            continue
+        kept: list[dict[str, Any]] = []
         try:
-            if kept is run["batches"] and not _fits(step):
-                print(f"\n{step.title}: skipped, more than the memory holds", flush=True)
-                continue
-            with Progress(len(step.settings.stages) + len(step.settings.peers)) as progress:
-                step.run(progress)
-            kept.append(step.as_json())
-        except KeyboardInterrupt:
-            run["interrupted"] = True
-            if not step.has_results:
-                break
-            kept.append(step.as_json())
-        failed = failed or step.has_failures
-        print(f"\n{table(kept[-1])}", flush=True)
-        if run["interrupted"]:
-            break
-    return run, failed
-
-
-def _fits(step: StepRun) -> bool:
-    needed, _ = needed_bytes(step.settings, step.seq_lens)
-    return needed <= usable_bytes(step.settings.device)
+            measure_step(settings, seq_lens, profile, kept)
+        except Exception as error:  # no memory for the inputs, say; other steps may still run
+            print(f"\n{title(seq_lens)}: FAILED, {reason_of(error)}", flush=True)
+            failed = True
+        finally:
+            run[kind] += kept
+            for step in kept:
+                print(f"\n{table(step)}", flush=True)
+                failed |= any("failure" in r for r in results_of(step)) or not step["floor"]
+    return failed
 
 
 def _write(run: dict[str, Any], path: Path) -> None:
     """The JSON, and its pictures where matplotlib is installed. Prints what was written."""
-    write_json(path, run)
+    with uninterrupted():
+        write_json(path, run)
+        forget(path)  # the pictures of an older run
     print(f"\n{path}")
     try:
         print("\n".join(map(str, draw(path, run))))
     except ImportError:
-        print(
-            f"For its pictures: pip install -e .[notebooks], "
-            f"then python -m paged_attention.bench.figures {path.parent}"
-        )
+        print(f"{FOR_PICTURES} {path.parent}, after pip install -e .[notebooks]")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,59 +14,35 @@ from paged_attention.bench.peers.ours import KernelCall
 from paged_attention.bench.settings import Settings
 from paged_attention.measure.synchronization import Fn
 from paged_attention.measure.timing import Trial
+from paged_attention.measure.units import human_seconds
 
 # A wrong result is far outside of these, a right one well inside; times the largest output.
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+COUNTS = ("ops", "gemms", "host_reads", "peak_bytes")
 
 
 @dataclass
 class Contender:
-    """What became of one contender. It has a trial, or else it failed, or else it was skipped.
+    """What became of one contender.
 
-    trial:      takes its samples
-    failure:    the error's first line, or "WRONG: ..."
-    skipped:    the reason, of a peer that can't run here
-    max_error:  the largest difference from the reference; None: there is no number
-    first_peak: bytes that a first call allocates, its workspace included; of our kernel only
-    note:       on a peer
-    counted:    False: its operations are inside compiled code and can't be counted
+    trial: takes its samples; None if it failed or was skipped
+    facts: what the JSON says of it beside the trial's figures: "skipped", or "failure" and
+           "max_error", the largest difference from the reference
     """
 
     name: str
+    facts: dict[str, Any] = field(default_factory=dict)
     trial: Trial | None = None
-    failure: str | None = None
-    skipped: str | None = None
-    max_error: float | None = None
-    first_peak: int | None = None
-    note: str | None = None
-    counted: bool = True
 
     def outcome(self) -> str:
         """In a few words, for whoever waits."""
         if self.trial is not None:
-            return f"{self.trial.measurement().seconds * 1e3:.3g} ms"
-        if self.skipped is not None:
-            return f"skipped, {self.skipped}"
-        failure = self.failure or ""
-        return failure if failure.startswith("WRONG") else f"FAILED, {failure}"
+            return human_seconds(self.trial.measurement().seconds)
+        return next(f"{what}: {why}" for what, why in self.facts.items())
 
     def as_json(self) -> dict[str, Any]:
-        """As it stands in the JSON of a step."""
-        if self.skipped is not None:
-            return {"name": self.name, "skipped": self.skipped}
-        result: dict[str, Any] = {"name": self.name}
-        if self.trial is None:
-            result["failure"] = self.failure
-        else:
-            result |= trial_as_json(self.trial)
-            if self.first_peak is not None:
-                result["peak_bytes"] = self.first_peak
-            if not self.counted:
-                result |= dict.fromkeys(("ops", "gemms", "host_reads", "peak_bytes"))
-        result["max_error"] = self.max_error
-        if self.note is not None:
-            result["note"] = self.note
-        return result
+        """As it stands in the JSON of a step. A fact replaces a figure of the same name."""
+        return {"name": self.name, **(figures(self.trial) if self.trial else {}), **self.facts}
 
 
 def tried(
@@ -79,34 +55,32 @@ def tried(
              settings: where it runs, and the dtype, which decides how far it may be off
              expected: the right result, float64; None: nothing is checked
     """
-    contender = Contender(name)
+    facts: dict[str, Any] = {}
     try:
         trial = Trial(call, device=settings.device)
     except Exception as error:  # out of memory, usually; the other contenders may still run
-        contender.failure = reason_of(error)
-        return contender
+        return Contender(name, {"failure": reason_of(error), "max_error": None})
     result: Any = trial.first_result
     trial.first_result = None
     if expected is not None:
         error = (result.double() - expected).abs().max().item()
         allowed = TOLERANCES[settings.dtype] * max(1.0, expected.abs().max().item())
-        contender.max_error = error if math.isfinite(error) else None
+        facts["max_error"] = error if math.isfinite(error) else None
         if not error <= allowed:  # NaN is wrong, too
-            contender.failure = f"WRONG: off by {error:.2g}, {allowed:.2g} is allowed"
-            return contender
+            failure = f"WRONG: off by {error:.2g}, {allowed:.2g} is allowed"
+            return Contender(name, {"failure": failure, **facts})
     if not trial.num_samples:
         trial.sample()
-    contender.trial = trial
-    if isinstance(call, KernelCall):
-        contender.first_peak = call.first_peak()
-    return contender
+    if isinstance(call, KernelCall):  # with the workspace, which later calls find there
+        facts["peak_bytes"] = call.first_peak()
+    return Contender(name, facts, trial)
 
 
-def trial_as_json(trial: Trial) -> dict[str, Any]:
+def figures(trial: Trial) -> dict[str, Any]:
     """The figures of a measurement, its times rounded to a nanosecond."""
-    figures = dataclasses.asdict(trial.measurement())
-    del figures["device"]  # the whole run has one
+    measured = dataclasses.asdict(trial.measurement())
+    del measured["device"]  # the whole run has one
     return {
         name: [round(x, 9) for x in value] if isinstance(value, tuple) else round(value, 9)
-        for name, value in figures.items()
+        for name, value in measured.items()
     }

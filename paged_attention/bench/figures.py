@@ -19,20 +19,20 @@ from paged_attention.bench.lengths_plot import draw_lengths
 from paged_attention.plots.style import DPI
 
 COMMAND = "python -m paged_attention.bench.figures"
-# By the JSON's "kind", then by what a picture's name adds to the JSON's.
-FIGURES = {"ladder": {"": draw_ladder, "_lengths": draw_lengths}, "published": {}}
+FIGURES = {"": draw_ladder, "_lengths": draw_lengths}  # by what the name adds to the JSON's
+KINDS = ("ladder", "device", "published")  # of JSONs. Only a ladder has pictures
 
 
 def names(run: dict[str, Any]) -> list[str]:
     """What the names of a run's pictures add to the name of its JSON.
 
-    Raises:  ValueError: a kind that nothing draws
+    Raises:  ValueError: a kind that isn't one of KINDS
     """
-    kind = run.get("kind")
-    if kind not in FIGURES:
-        raise ValueError(f'"kind" is {kind!r}, should be one of {", ".join(FIGURES)}')
-    several = len(run.get("contexts", [])) > 1  # a single length has no curve
-    return [name for name in FIGURES[kind] if several or not name]
+    if run.get("kind") not in KINDS:
+        raise ValueError(f'"kind" is {run.get("kind")!r}, should be one of {", ".join(KINDS)}')
+    if run["kind"] != "ladder":
+        return []
+    return list(FIGURES)[: min(2, len(run["contexts"]))]  # a single length has no curve
 
 
 def png(run: dict[str, Any], name: str = "") -> bytes:
@@ -41,31 +41,35 @@ def png(run: dict[str, Any], name: str = "") -> bytes:
     Args:    run: the dictionary of a JSON
              name: one of `names(run)`
     Returns: the PNG; the same bytes for the same dictionary
-    Raises:  ValueError: a kind that nothing draws, or another name
     """
-    if name not in names(run):
-        raise ValueError(f"name={name!r} must be one of {names(run)}")
     content = io.BytesIO()
-    figure = FIGURES[run["kind"]][name](run)
+    figure = FIGURES[name](run)
     figure.savefig(content, format="png", dpi=DPI, metadata={"Software": None})
     return content.getvalue()
 
 
 def draw(source: Path, run: dict[str, Any]) -> list[Path]:
-    """Write a run's pictures beside its JSON, and delete an older one that it has no longer.
+    """Write a run's pictures beside its JSON, in the place of those of an older run.
 
     Returns: the PNGs written, in order
-    Raises:  ValueError: a kind that nothing draws
+    Raises:  ValueError: as `names`
     """
-    wanted, written = names(run), []
-    for name in FIGURES[run["kind"]]:
-        path = source.with_name(f"{source.stem}{name}.png")
-        if name in wanted:
-            write_bytes(path, png(run, name))
-            written.append(path)
-        else:
-            path.unlink(missing_ok=True)
-    return written
+    wanted = names(run)
+    forget(source)
+    paths = [_beside(source, name) for name in wanted]
+    for path, name in zip(paths, wanted):
+        write_bytes(path, png(run, name))
+    return paths
+
+
+def forget(source: Path) -> None:
+    """Delete the pictures beside a JSON."""
+    for name in FIGURES:
+        _beside(source, name).unlink(missing_ok=True)
+
+
+def _beside(source: Path, name: str) -> Path:
+    return source.with_name(f"{source.stem}{name}.png")
 
 
 def redraw(directory: Path) -> list[Path]:

@@ -5,26 +5,45 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Sequence
+import signal
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 
 def refusal(folder: Path, names: Sequence[str]) -> str | None:
-    """Why files of these names can't be written into a folder, or None. Changes nothing."""
+    """Why files of these names can't be written into a folder, or None.
+
+    A megabyte is written there and taken away again, and so are the folders that it takes.
+    """
+    made: list[Path] = []
     try:
-        for name in names:
-            if (folder / name).is_dir():
-                return f"{folder / name} is a folder"
-        for place in (folder, *folder.absolute().parents):
-            if place.exists() or place.is_symlink():
-                if not place.is_dir():
-                    return f"{place} is not a folder"
-                writable = os.access(place, os.W_OK | os.X_OK)
-                return None if writable else f"{place} can't be written to"
-        return f"{folder} has no parent"
-    except OSError as error:  # a name that is too long, say
-        return str(error)
+        made = [place for place in (folder, *folder.parents) if not place.exists()]
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(bytes(2**20))
+    except (FileExistsError, NotADirectoryError) as error:
+        return f"{error.filename} is not a folder"
+    except OSError as error:
+        return f"it can't be written to: {error.strerror}"
+    finally:
+        for place in made:
+            with suppress(OSError):
+                place.rmdir()
+    taken = [folder / name for name in names if (folder / name).is_dir()]
+    return f"{taken[0]} is a folder" if taken else None
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Ctrl-C does nothing inside this block, which must be short."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

@@ -5,30 +5,30 @@ float64 reference. Then they take turns with each other and with the floor.
 
 A run is one dictionary. It is written to the JSON, and the table and the pictures are made of it
 alone. `describe` begins it and has what holds for the whole run. Under "contexts" (one sequence
-each) and "batches" (ragged ones) it lists steps, as `StepRun.as_json` makes them. A step has
+each) and "batches" (ragged ones) it lists steps, as `measure_step` adds them. A step has
 
     "seq_lens", "context"   tokens of each sequence, and of all
     "kv_bytes"              of K and V together
     "other_cores"           how many cores other processes kept busy meanwhile
-    "floor"                 a result, "num_bytes" and "gb_per_second"; None if it failed
+    "floor"                 a result, and "num_bytes" that it reads; None if it failed
     "stages", "peers"       results, in order; no "peers" where none were asked for
     "predicted"             {device: {stage: [low, high]}}, seconds; its "floor" beside the stages
     "predicted_here"        {stage or peer: [low, high]}, for this machine
     "published"             rows of figures/published.json that did the same work a KV head
 
 and a result has a "name" and either "skipped", or "failure" and "max_error", or the figures of a
-`measure.Measurement` and "max_error"; a peer's has a "note", too.
+`timing.Measurement` and "max_error"; a peer's has a "note", too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
 from paged_attention.bench.captions import title
-from paged_attention.bench.contender import Contender, trial_as_json, tried
+from paged_attention.bench.contender import COUNTS, Contender, tried
 from paged_attention.bench.peers import PEERS, Batch, Unavailable, make
 from paged_attention.bench.predictions import predictions, predictions_here, published
 from paged_attention.bench.progress import Progress
@@ -37,7 +37,7 @@ from paged_attention.inputs import Inputs
 from paged_attention.kernel.plan import plan_decode
 from paged_attention.measure import machine
 from paged_attention.measure.profiles import DeviceProfile, Figure
-from paged_attention.measure.timing import in_turns
+from paged_attention.measure.timing import Trial, in_turns
 from paged_attention.measure.yardstick import FloorReader
 from paged_attention.reference import reference_attention
 
@@ -83,107 +83,88 @@ def results_of(step: dict[str, Any]) -> list[dict[str, Any]]:
     return step["stages"] + step.get("peers", [])
 
 
-class StepRun:
-    """The measurement of one decode step.
-
-    `as_json` holds at any moment, so that an interrupted run keeps what was measured until then.
+def measure_step(
+    settings: Settings,
+    seq_lens: Sequence[int],
+    profile: DeviceProfile,
+    kept: list[dict[str, Any]],
+) -> None:
+    """Measure one decode step: try every contender once, then let all take turns.
 
     Args:    settings: the sizes, and who takes part
              seq_lens: tokens of each sequence
              profile: of this device, calibrated
+             kept: a run's steps. This one is added even if an error or Ctrl-C ends it, with what
+                   was measured until then, unless that is nothing but the floor
     """
+    contenders: dict[str, Contender] = {}
+    step: dict[str, Any] = {
+        "context": sum(seq_lens),
+        "seq_lens": list(seq_lens),
+        "kv_bytes": settings.kv_bytes(sum(seq_lens)),
+        "predicted": predictions(settings, seq_lens),
+        "predicted_here": predictions_here(settings, seq_lens, profile),
+        "published": published(settings, seq_lens),
+    }
+    load = machine.OtherLoad()
+    try:
+        with Progress(1 + len(settings.stages) + len(settings.peers) + _MOST_ROUNDS) as progress:
+            for contender in _tried_in_order(settings, seq_lens, progress):
+                contenders[contender.name] = contender
+                progress.say(f"{title(seq_lens)}: {contender.name} {contender.outcome()}", steps=1)
+            load = machine.OtherLoad()  # without that of compiling peers
+            _take_turns([one.trial for one in contenders.values() if one.trial], progress)
+    finally:
+        results = {name: contender.as_json() for name, contender in contenders.items()}
+        if len(results) > 1:
+            step["other_cores"] = load.cores()
+            step["floor"] = results["floor"] if contenders["floor"].trial else None
+            step["stages"] = [results[name] for name in settings.stages if name in results]
+            if settings.peers:
+                step["peers"] = [results[name] for name in settings.peers if name in results]
+            kept.append(step)
 
-    def __init__(
-        self, settings: Settings, seq_lens: Sequence[int], profile: DeviceProfile
-    ) -> None:
-        self.settings, self.seq_lens, self.profile = settings, tuple(seq_lens), profile
-        self.num_tokens = sum(seq_lens)
-        self.title = title(self.seq_lens)
-        self.contenders: dict[str, Contender] = {}  # as far as they were tried
-        self._other_load = machine.OtherLoad()
 
-    def run(self, progress: Progress) -> None:
-        """Try every contender once, then let all take turns."""
-        settings = self.settings
-        progress.say(f"{self.title}: filling the cache")
-        inputs = settings.inputs(self.seq_lens)
-        self.floor = FloorReader(settings.kv_bytes(self.num_tokens), device=settings.device)
-        self._keep(tried("floor", self.floor, settings), progress)
-        progress.say(f"{self.title}: computing the float64 reference")
-        expected = expected_of(inputs, settings)
-        for name in settings.stages:
-            stage = tried(name, settings.call(name, inputs), settings, expected)
-            self._keep(stage, progress)
-        if settings.peers:
-            batch = Batch(inputs, settings.scale)
-            for name in settings.peers:
-                self._keep(_tried_peer(name, batch, settings, expected), progress)
-        self._take_turns(progress)
-
-    def _keep(self, contender: Contender, progress: Progress) -> None:
-        self.contenders[contender.name] = contender
-        progress.step(f"{self.title}: {contender.name} {contender.outcome()}")
-
-    def _take_turns(self, progress: Progress) -> None:
-        trials = [one.trial for one in self.contenders.values() if one.trial is not None]
-        round_seconds = sum(max(t.measurement().seconds, _TURN_SECONDS) for t in trials)
-        rounds = min(_MOST_ROUNDS, int(_BUDGET_SECONDS / round_seconds))
-        rounds = max(_LEAST_ROUNDS, rounds)
-        progress.say(f"{self.title}: {rounds} rounds, about {round_seconds:.1f} s each")
-        progress.expect(len(self.contenders) + rounds)
-        self._other_load = machine.OtherLoad()
-        for number in range(rounds):
-            for trial in in_turns(trials, number):
-                trial.sample(_TURN_SECONDS)
-            progress.step(f"round {number + 1} of {rounds}" if round_seconds > 1 else "")
-
-    def as_json(self) -> dict[str, Any]:
-        """What the JSON says of this step, see above."""
-        others = self._other_load.cores()
-        step = {
-            "context": self.num_tokens,
-            "seq_lens": list(self.seq_lens),
-            "kv_bytes": self.settings.kv_bytes(self.num_tokens),
-            "other_cores": None if others is None else round(others, 2),
-            "floor": self._floor_as_json(),
-            "stages": self._results(self.settings.stages),
-            "predicted": predictions(self.settings, self.seq_lens),
-            "predicted_here": predictions_here(self.settings, self.seq_lens, self.profile),
-            "published": published(self.settings, self.seq_lens),
-        }
-        if self.settings.peers:
-            step["peers"] = self._results(self.settings.peers)
-        return step
-
-    def _floor_as_json(self) -> dict[str, Any] | None:
-        trial = self.contenders["floor"].trial
-        if trial is None:
-            return None
-        figures = trial_as_json(trial)
-        rate = round(self.floor.num_bytes / figures["seconds"] / 1e9, 3)
-        return {"num_bytes": self.floor.num_bytes, **figures, "gb_per_second": rate}
-
-    def _results(self, names: Sequence[str]) -> list[dict[str, Any]]:
-        return [self.contenders[name].as_json() for name in names if name in self.contenders]
-
-    @property
-    def has_failures(self) -> bool:
-        return any(contender.failure is not None for contender in self.contenders.values())
-
-    @property
-    def has_results(self) -> bool:
-        """Whether there is more than the floor."""
-        return len(self.contenders) > 1
+def _tried_in_order(
+    settings: Settings, seq_lens: Sequence[int], progress: Progress
+) -> Iterator[Contender]:
+    progress.say(f"{title(seq_lens)}: filling the cache")
+    inputs = settings.inputs(seq_lens)
+    read = FloorReader(settings.kv_bytes(sum(seq_lens)), device=settings.device)
+    floor = tried("floor", read, settings)
+    floor.facts["num_bytes"] = read.num_bytes
+    yield floor
+    progress.say(f"{title(seq_lens)}: computing the float64 reference")
+    expected = expected_of(inputs, settings)
+    for name in settings.stages:
+        yield tried(name, settings.call(name, inputs), settings, expected)
+    if settings.peers:
+        batch = Batch(inputs, settings.scale)
+        for name in settings.peers:
+            yield _tried_peer(name, batch, settings, expected)
 
 
 def _tried_peer(name: str, batch: Batch, settings: Settings, expected: torch.Tensor) -> Contender:
     try:
         call, note = make(name, batch)
     except Unavailable as reason:
-        return Contender(name, skipped=str(reason))
+        return Contender(name, {"skipped": str(reason)})
     peer = tried(name, call, settings, expected)
-    peer.note, peer.counted = note, not PEERS[name].compiled
+    peer.facts["note"] = note
+    if PEERS[name].compiled and peer.trial:
+        peer.facts |= dict.fromkeys(COUNTS)
     return peer
+
+
+def _take_turns(trials: list[Trial], progress: Progress) -> None:
+    round_seconds = sum(max(trial.measurement().seconds, _TURN_SECONDS) for trial in trials)
+    rounds = max(_LEAST_ROUNDS, min(_MOST_ROUNDS, int(_BUDGET_SECONDS / round_seconds)))
+    progress.say(f"{rounds} rounds, about {round_seconds:.1f} s each")
+    for number in range(rounds):
+        for trial in in_turns(trials, number):
+            trial.sample(_TURN_SECONDS)
+        if round_seconds > 1:
+            progress.say(f"round {number + 1} of {rounds}", steps=1)
 
 
 def expected_of(inputs: Inputs, settings: Settings) -> torch.Tensor:

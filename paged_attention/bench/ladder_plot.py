@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from paged_attention.bench.captions import busy
+from paged_attention.bench.captions import busy, rate
 from paged_attention.bench.ladder import results_of
 from paged_attention.bench.page import FLOOR_LINE, KV_LINE, page
 from paged_attention.measure.units import human_bytes, human_seconds, ratio
@@ -88,9 +88,8 @@ def _draw_times(axes: Axes, step: dict[str, Any]) -> None:
     axes.set_title(f"{step['context']:,} tokens")
     if floor:
         axes.axvline(floor, color=FLOOR_COLOUR, zorder=0.5, **FLOOR_LINE)
-        rate = f"{step['floor']['gb_per_second']:.1f} GB/s"
         axes.set_title(
-            f"dashed: the floor, {human_seconds(floor)} at {rate}",
+            f"dashed: the floor, {human_seconds(floor)} at {rate(step['floor'])}",
             loc="right", fontsize=9, fontweight="normal", color="#333333",
         )  # fmt: skip
     _set_time_axis(axes, low, high)

@@ -5,23 +5,21 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-_ROUNDS = 10  # how many there will be, until somebody knows
-
 
 class Progress:
     """A context manager that a run reports to.
 
-    Args:    num_contenders: how many are tried before the rounds, beside the floor
+    Args:    steps: how many there will be, at most
     """
 
-    def __init__(self, num_contenders: int) -> None:
+    def __init__(self, steps: int) -> None:
         self._bar: Any = None
         try:
             from tqdm import tqdm
         except ImportError:
             return
         if sys.stderr.isatty():
-            self._bar = tqdm(total=1 + num_contenders + _ROUNDS, leave=False)
+            self._bar = tqdm(total=steps, leave=False)
 
     def __enter__(self) -> Progress:
         return self
@@ -30,21 +28,10 @@ class Progress:
         if self._bar is not None:
             self._bar.close()
 
-    def say(self, text: str) -> None:
-        """What is happening now."""
+    def say(self, text: str, *, steps: int = 0) -> None:
+        """What is happening now, or what has been done in so many steps."""
         if self._bar is not None:
             self._bar.set_description(text)
+            self._bar.update(steps)
         else:
             print(text, file=sys.stderr, flush=True)
-
-    def expect(self, steps: int) -> None:
-        """How many steps there will be in all, now that it is known."""
-        if self._bar is not None:
-            self._bar.total = steps
-
-    def step(self, text: str) -> None:
-        """A step is done; "" if it isn't worth a line."""
-        if text:
-            self.say(text)
-        if self._bar is not None:
-            self._bar.update()

@@ -4,50 +4,45 @@ from __future__ import annotations
 
 from typing import Any
 
-from paged_attention.bench.captions import busy, title
+from paged_attention.bench.captions import busy, rate, title
 from paged_attention.bench.ladder import results_of
 from paged_attention.measure.units import human_bytes, human_seconds, ratio
 
 _HEADING = [
-    "stage", "time", "quartiles", "vs previous", "x floor", "predicted",
+    "stage", "time", "quartiles", "compared", "x floor", "predicted",
     "ops", "GEMMs", "host reads", "peak memory",
 ]  # fmt: skip
-# What the kernel is compared with: each pair takes the first's time over the second's. Layouts are
-# alike, except in the last two pairs, which compare layouts.
-_PAIRS = (
-    ("paged_attention", "fused_phase2"),
-    ("paged_attention_HND", "gather_sdpa"),
-    ("paged_attention_HND", "dense_sdpa"),
-    ("paged_attention_HND", "flex_paged"),
-    ("paged_attention_HND", "vllm_cpu_op"),
-    ("paged_attention_NHD", "paged_attention_HND"),
-    ("paged_attention", "paged_attention_HND"),
-)
+KERNEL = "paged_attention_HND"  # with which peers are compared
 
 
 def table(step: dict[str, Any]) -> str:
-    """A line for each stage, for each peer, for what to know of them, and for each ratio.
+    """A line for each stage and each peer, and for what to know of them.
 
-    Args:    step: as `ladder.StepRun.as_json` makes it
+    A stage is compared with the one before it, and a peer with our kernel in the layout HND.
+
+    Args:    step: as `ladder.measure_step` makes it
     """
     floor = step["floor"]
     heading = f"{title(step['seq_lens'])}, K and V {human_bytes(step['kv_bytes'])}"
     if floor:
         heading += (
             f"; floor {human_seconds(floor['seconds'])} to read "
-            f"{human_bytes(floor['num_bytes'])} at {floor['gb_per_second']:.1f} GB/s"
+            f"{human_bytes(floor['num_bytes'])} at {rate(floor)}"
         )
-    rows, notes, previous = [], [], None
-    for result in results_of(step):
-        is_peer = "note" in result
+    results = results_of(step)
+    timed = {result["name"]: result["seconds"] for result in results if "seconds" in result}
+    rows, previous = [], None
+    for result in results:
         if "seconds" in result:
-            compared = "" if is_peer else _compared(result["seconds"], previous)
-            rows.append(_row(result, step, compared))
+            is_peer = "note" in result and result["name"] != KERNEL
+            other = timed.get(KERNEL) if is_peer else previous
+            rows.append(_row(result, step, _compared(result["seconds"], other)))
             previous = result["seconds"]
-        note = _note(result)
-        notes += [f"{result['name']}  {note}"] if note else []
+    notes = [f"{result['name']}  {note}" for result in results if (note := _note(result))]
+    if step.get("peers"):
+        notes.append(f"Peers are compared with {KERNEL}, and that with the line above it.")
     lines = _aligned(rows) if rows else []
-    return "\n".join([heading, *lines, *notes, *_ratios(step), *busy(step)])
+    return "\n".join([heading, *lines, *notes, *busy(step)])
 
 
 def _row(result: dict[str, Any], step: dict[str, Any], compared: str) -> list[str]:
@@ -80,23 +75,6 @@ def _aligned(rows: list[list[str]]) -> list[str]:
     return [
         name.ljust(first) + "".join(f"  {cell:>{n}}" for cell, n in zip(cells, others)).rstrip()
         for name, *cells in lines
-    ]
-
-
-def _ratios(step: dict[str, Any]) -> list[str]:
-    """A line for each pair that was timed; none where there are no peers."""
-    if not step.get("peers"):
-        return []
-    seconds = {r["name"]: r["seconds"] for r in results_of(step) if "seconds" in r}
-    pairs = {
-        f"{one} / {other}": (seconds[one], seconds[other])
-        for one, other in _PAIRS
-        if one in seconds and other in seconds
-    }
-    width = max(map(len, pairs), default=0)
-    return [
-        f"{names:<{width}}  {ratio(one / other):>5}  {_compared(one, other)}"
-        for names, (one, other) in pairs.items()
     ]
 
 

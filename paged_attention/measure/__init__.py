@@ -10,24 +10,18 @@ profiler_peak_bytes(f)            a second opinion on peak_bytes, from inside th
 
 from paged_attention.measure.calibration import calibrate
 from paged_attention.measure.comparison import compare
-from paged_attention.measure.counting import Counts, OpCounter, count
+from paged_attention.measure.counting import count
 from paged_attention.measure.machine import device_name
 from paged_attention.measure.profiling import (
     allocator_peak_bytes,
     breakdown,
     profiler_peak_bytes,
 )
-from paged_attention.measure.timing import Measurement, Trial, in_turns, interleaved, measure
-from paged_attention.measure.units import human_bytes, human_seconds
-from paged_attention.measure.yardstick import Floor, FloorReader, floor, kv_bytes
+from paged_attention.measure.timing import interleaved, measure
+from paged_attention.measure.yardstick import FloorReader, floor, kv_bytes
 
 __all__ = [
-    "Counts",
-    "Floor",
     "FloorReader",
-    "Measurement",
-    "OpCounter",
-    "Trial",
     "allocator_peak_bytes",
     "breakdown",
     "calibrate",
@@ -35,9 +29,6 @@ __all__ = [
     "count",
     "device_name",
     "floor",
-    "human_bytes",
-    "human_seconds",
-    "in_turns",
     "interleaved",
     "kv_bytes",
     "measure",

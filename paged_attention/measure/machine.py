@@ -132,7 +132,7 @@ class OtherLoad:
         (then, before), (now, after) = self._start, (time.perf_counter(), _others_cpu_seconds())
         if before is None or after is None or now == then:
             return None
-        return max(0.0, (after - before) / (now - then))
+        return round(max(0.0, (after - before) / (now - then)), 2)
 
 
 def _others_cpu_seconds() -> float | None:

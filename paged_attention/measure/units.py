@@ -1,19 +1,6 @@
-"""Numbers in words: 12.3 ms, 819 MB, 1,024 and 8,192."""
+"""Numbers in words: 12.3 ms, 819 MB, 1,234."""
 
 from __future__ import annotations
-
-from collections.abc import Iterable
-
-
-def listed(numbers: Iterable[int]) -> str:
-    """Numbers as a list that can stand in a sentence.
-
-    Example:
-        >>> listed([1024, 8192, 100_000])
-        '1,024, 8,192 and 100,000'
-    """
-    *others, last = (f"{number:,}" for number in numbers)
-    return f"{', '.join(others)} and {last}" if others else last
 
 
 def ratio(value: float) -> str:

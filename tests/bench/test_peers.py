@@ -1,10 +1,7 @@
 """Peers get the ladder's data, give the reference's answer, or say why they can't."""
 
-import signal
 import subprocess
 import sys
-import threading
-import time
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -15,9 +12,8 @@ from torch.nn import functional
 from paged_attention import plan_decode
 from paged_attention.bench import ladder, memory, peers, predictions
 from paged_attention.bench.contender import TOLERANCES
-from paged_attention.bench.peers import flex, vllm_cpu
+from paged_attention.bench.peers import vllm_cpu
 from paged_attention.bench.peers.ours import KernelCall
-from paged_attention.bench.peers.time_limit import time_limit
 from paged_attention.bench.predictions import predictions_here
 from paged_attention.bench.settings import RAGGED_PEERS, Settings
 from paged_attention.cost.predict import Shape, predict
@@ -155,13 +151,6 @@ def test_what_does_not_compile_is_skipped_in_a_few_words(monkeypatch):
     assert "\n" not in reason
 
 
-def test_a_compilation_that_does_not_end_is_given_up(monkeypatch):
-    pytest.importorskip("torch.nn.attention.experimental._paged_attention")
-    monkeypatch.setattr(flex, "COMPILE_SECONDS", 0.2)
-    monkeypatch.setattr(torch, "compile", lambda fn, **options: lambda *a, **k: time.sleep(60))
-    assert refusal("flex_paged") == "TimeoutError: took longer than 0.2 s"
-
-
 @quick
 def test_a_reason_names_no_path_of_the_machine(monkeypatch):
     def fails(batch):
@@ -212,56 +201,6 @@ def test_a_library_is_tried_in_another_process_before_it_can_break_this_one(vllm
 
     monkeypatch.setattr(vllm_cpu.subprocess, "run", hangs)
     assert refusal("vllm_cpu_op") == reason
-
-
-# -- the time limit -------------------------------------------------------------------------------
-
-
-@quick
-def test_a_time_limit_interrupts_also_what_catches_exceptions():
-    swallowed = False
-    with pytest.raises(TimeoutError, match="longer than 0.05 s"):
-        with time_limit(0.05):
-            try:
-                time.sleep(60)
-            except Exception:
-                swallowed = True
-                raise
-    assert not swallowed
-
-
-@quick
-def test_after_a_time_limit_the_alarm_is_as_it_was():
-    before = signal.getsignal(signal.SIGALRM)
-    with time_limit(60):
-        assert signal.getsignal(signal.SIGALRM) is not before
-    with pytest.raises(KeyError):  # passed on
-        with time_limit(60):
-            raise KeyError("x")
-    assert signal.getsignal(signal.SIGALRM) is before
-    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
-
-
-@quick
-def test_in_another_thread_there_is_no_limit_and_no_error():
-    seen = []
-
-    def work():
-        with time_limit(60):
-            seen.append(signal.getitimer(signal.ITIMER_REAL))
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert seen == [(0.0, 0.0)]
-
-
-@quick
-@pytest.mark.parametrize("seconds", [0, -1.5, float("nan")])
-def test_a_limit_that_is_none_is_refused(seconds):
-    with pytest.raises(ValueError, match=f"seconds={seconds}"):
-        with time_limit(seconds):
-            pass
 
 
 # -- memory and predictions -----------------------------------------------------------------------
@@ -353,9 +292,9 @@ def test_the_kernels_peak_in_the_ladder_is_a_first_calls_the_workspace_included(
     monkeypatch.setattr(ladder, "_MOST_ROUNDS", 3)
     shape = {"num_heads": 6, "num_kv_heads": 2, "head_size": 16}
     settings = Settings(stages=("paged_attention",), peers=("paged_attention_HND",), **shape)
-    run = ladder.StepRun(settings, [5000], PROFILES["H200"])
-    run.run(SimpleNamespace(say=lambda _: None, step=lambda _: None, expect=lambda _: None))
-    step = run.as_json()
+    kept = []
+    ladder.measure_step(settings, [5000], PROFILES["H200"], kept)
+    [step] = kept
     for layout, [result] in (("vllm", step["stages"]), ("HND", step["peers"])):
         plan = plan_decode(**shape, block_size=16, layout=layout, seq_lens=[5000])
         assert 0 <= result["peak_bytes"] - plan.workspace_bytes < 200_000

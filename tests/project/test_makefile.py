@@ -62,6 +62,7 @@ def test_what_test_oldest_runs_is_there():
     "target, words",
     [
         ("run", "-m paged_attention"),
+        ("device", "tests/tools/device.py\n--out figures/local/device"),
         ("test-model", "-m pytest tests/tools/whole_model.py"),
         ("lab", "-m jupyterlab notebooks"),
         ("notebooks", "nbconvert --to notebook --execute --inplace"),

@@ -5,11 +5,11 @@ import re
 from pathlib import Path
 
 import pytest
+import readme_table
 import torch
 from notebook_cells import code_cells, text_of
 
 from paged_attention import reference_attention
-from paged_attention.bench import markdown
 
 pytestmark = pytest.mark.quick
 ROOT = Path(__file__).parents[2]
@@ -56,9 +56,9 @@ def test_the_readme_is_short():
 
 
 def test_the_measured_table_is_what_the_ladders_json_makes(monkeypatch):
-    """After a new run: python -m paged_attention.bench.markdown <its JSON>"""
+    """After a new run: .venv/bin/python tests/tools/readme_table.py <its JSON>"""
     monkeypatch.chdir(ROOT)
-    table = markdown.table("figures/amd-epyc-avx2/ladder.json")
+    table = readme_table.table("figures/amd-epyc-avx2/ladder.json")
     assert f"\n\n{table}\n\n" in README
     data = json.loads(Path("figures/amd-epyc-avx2/ladder.json").read_text(encoding="utf-8"))
     for entry in data["contexts"]:

@@ -628,7 +628,7 @@ MEASURING = [
     measuring(
         "memory that was given back still counts towards the peak",
         "storages.py",
-        "self._live_bytes -= self._live.pop(address).size",
+        "self.alive -= self._live.pop(address).size",
         "self._live.pop(address)",
     ),
     measuring(
@@ -650,6 +650,55 @@ MEASURING = [
         "        step.bytes_read += read\n",
         "        step.bytes_read = read\n",
         COST,
+    ),
+]
+
+INTERRUPTED = "tests/bench/test_cli_interrupted.py"
+bench = of("paged_attention/bench/", INTERRUPTED)
+BENCH = [
+    bench(
+        "a table that a full disk lost is no failure",
+        "streams.py",
+        "return status or 1",
+        "return status",
+    ),
+    bench(
+        "a pipe that closes ends the run",
+        "streams.py",
+        "except OSError as error:\n            self.error",
+        "except ZeroDivisionError as error:\n            self.error",
+    ),
+    bench(
+        "an older picture stays beside a new JSON",
+        "cli.py",
+        "forget(path)  # the pictures of an older run",
+        "pass",
+    ),
+    bench(
+        "a folder on a full disk is taken",
+        "files.py",
+        "file.write(bytes(2**20))",
+        "pass",
+    ),
+    bench(
+        "a time that beats the floor is believed",
+        "check.py",
+        'result["spread"][1] < floor["spread"][0]',
+        'result["spread"][1] < 0',
+        "tests/project/test_device.py -k cannot_be_believed",
+    ),
+    bench(
+        "make device succeeds though a part failed",
+        "../../tests/tools/device.py",
+        'any(part["status"] != "fine" for part in done)',
+        "False",
+        "tests/project/test_device.py -k status_is_true",
+    ),
+    bench(
+        "Ctrl-C while the JSON is written loses it",
+        "files.py",
+        "signal.signal(signal.SIGINT, signal.SIG_IGN)",
+        "signal.getsignal(signal.SIGINT)",
     ),
 ]
 
@@ -873,4 +922,15 @@ NOTEBOOKS = [
     ),
 ]
 
-FAULTS = [*KERNEL, *CACHE, *REFERENCE, *STAGES, *PRICING, *MEASURING, *VLLM, *HF, *NOTEBOOKS]
+FAULTS = [
+    *KERNEL,
+    *CACHE,
+    *REFERENCE,
+    *STAGES,
+    *PRICING,
+    *MEASURING,
+    *BENCH,
+    *VLLM,
+    *HF,
+    *NOTEBOOKS,
+]

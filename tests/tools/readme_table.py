@@ -1,6 +1,6 @@
 """A run as a Markdown table, the one in the README: time against length, in a few columns.
 
-python -m paged_attention.bench.markdown figures/amd-epyc-avx2/ladder.json
+.venv/bin/python tests/tools/readme_table.py figures/amd-epyc-avx2/ladder.json
 """
 
 from __future__ import annotations
@@ -68,5 +68,5 @@ def _cells(step: dict[str, Any], figure: str, in_words: Callable[[float], str]) 
 
 if __name__ == "__main__":
     if len(sys.argv) != 2:
-        sys.exit("python -m paged_attention.bench.markdown takes one JSON of a run")
+        sys.exit("readme_table.py takes one JSON of a run")
     print(table(sys.argv[1]))
