@@ -31,7 +31,7 @@ def attention(
     """Store a layer's new keys and values in the pool, then attend to what it holds.
 
     Args:    query: (rows, num_heads, q_len, head_size)
-             key, value: (rows, num_kv_heads, q_len, head_size), as PagedLayer.update gave them
+             key, value: (rows, num_kv_heads, columns, head_size), as PagedLayer.update gave them
              s_aux: sinks
              others: what transformers passes besides, see `keywords`
     Returns: (rows, q_len, num_heads, head_size), 0 where a query is padding, and None instead of
@@ -45,25 +45,27 @@ def attention(
             "is no PagedCache, or its attention makes other keys or values of what is cached"
         )
     cache, pool = layer.cache, layer.cache.pool
-    check_keywords(others, cache.config.model_type, cache.unknown_keywords)
+    check_keywords(others, module, cache.unknown_keywords)
     mask = check_mask(attention_mask, sliding_window)
     check_no_gradients(query=query, key=key, value=value)
     query, key, value = (t.transpose(1, 2) for t in (query, key, value))
-    rows, q_len, num_heads, _ = query.shape
+    (rows, q_len, num_heads, _), columns = query.shape, key.shape[1]
+    if q_len != (mask.last or columns):
+        refuse("query", f"as long as key, {columns} columns", q_len)
     geometry = pool.geometries[layer.number]
     for name, tensor in (("key", key), ("value", value)):
-        if tensor.shape != (rows, q_len, *geometry[2:]):
+        if tensor.shape != (rows, columns, *geometry[2:]):
             rule = f"(rows, {geometry.num_kv_heads} heads, q_len, {geometry.head_size} lanes)"
             refuse(f"{name} of layer {layer.number}", rule, tuple(tensor.transpose(1, 2).shape))
-    this_pass = cache.forward_pass(rows, q_len, mask.is_token, position_ids)
-    pieces = this_pass.pieces(num_heads, mask.window, geometry)
+    this_pass = cache.forward_pass(rows, columns, mask.is_token, position_ids)
+    pieces = this_pass.pieces(num_heads, q_len, mask.window, geometry)
     if layer.number not in this_pass.written:  # or a later layer shares this one's keys
         slots = this_pass.slots.flatten()
         pool.write(key.flatten(0, 1), value.flatten(0, 1), slots, layer.number)
     caches = pool.key_cache(layer.number), pool.value_cache(layer.number)
     out = query.new_empty(query.shape)
-    for columns, lens, plan in pieces:
-        options = {"scale": scaling, "softcap": softcap, "sinks": s_aux, "out": out[:, columns]}
-        plan.run(query[:, columns], *caches, this_pass.tables, lens, **options)
+    for some, lens, plan in pieces:
+        options = {"scale": scaling, "softcap": softcap, "sinks": s_aux, "out": out[:, some]}
+        plan.run(query[:, some], *caches, this_pass.tables, lens, **options)
     cache.layer_is_done(layer.number)
     return out, None

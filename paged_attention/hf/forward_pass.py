@@ -24,11 +24,13 @@ class ForwardPass:
     The tokens count from `commit` on. Until then nobody else reads them.
 
     Args:    is_new: (rows, q_len), bool, on the CPU. True where a column is a token to be stored
+             first: (rows,), the position of each row's first token
     Raises:  OutOfBlocks: the pool can't hold them. Nothing is changed
     """
 
-    def __init__(self, pool: PagedKVCache, seq_ids: list, is_new: Tensor) -> None:
+    def __init__(self, pool: PagedKVCache, seq_ids: list, is_new: Tensor, first: Tensor) -> None:
         self._pool, self._seq_ids, self.counts = pool, seq_ids, is_new.sum(dim=1).tolist()
+        self.first, self.written = first, set()  # written: the numbers of layers that are done
         slots = pool.reserve_all(seq_ids, self.counts)
         self.slots = torch.full(is_new.shape, -1, dtype=torch.int64, device=slots.device)
         self.slots[is_new.to(slots.device)] = slots  # (rows, q_len)
@@ -47,12 +49,14 @@ class ForwardPass:
             with suppress(KeyError):
                 self._pool.truncate(seq_id, int(self._pool.seq_lens([seq_id])))
 
-    def pieces(self, num_heads: int, window: int | None, geometry: Geometry) -> list[Piece]:
-        """The pass in pieces, planned once for all layers that are alike."""
-        pieces = self._pieces[num_heads, window, geometry]
+    def pieces(
+        self, num_heads: int, q_len: int, window: int | None, geometry: Geometry
+    ) -> list[Piece]:
+        """The last q_len columns in pieces, planned once for all layers that are alike."""
+        pieces = self._pieces[num_heads, q_len, window, geometry]
         if pieces:
             return pieces
-        q_len, (_, block_size, num_kv_heads, head_size) = self.slots.shape[1], geometry
+        _, block_size, num_kv_heads, head_size = geometry
         for start in range(0, q_len, MOST_QUERIES):
             end = min(start + MOST_QUERIES, q_len)
             # Padding is on the left. So the columns before a row's first token have negative

@@ -5,6 +5,10 @@ docs/transformers.md has the same list in words, and a test holds the two togeth
 
 from __future__ import annotations
 
+import ast
+import functools
+import inspect
+import sys
 import warnings
 
 import torch
@@ -47,31 +51,19 @@ WITHOUT_EFFECT = {
     "return_dict",
 }
 
-# Their layers are told use_cache=False whatever the caller says. tests/tools/families.py found
-# them. There only the positions show that a caller sends the whole text again.
-SAY_NO_CACHE = {
-    "cwm",
-    "hrm_text",
-    "laguna",
-    "mellum",
-    "mimo_v2_flash",
-    "nanochat",
-    "olmo3",
-}
 
-
-def check_keywords(given: dict[str, object], model_type: str, unknown: set[str]) -> None:
+def check_keywords(given: dict[str, object], module: object, unknown: set[str]) -> None:
     """Check what else an attention function was given.
 
-    Args:    model_type: as in transformers' configurations
+    Args:    module: the model's attention, which gave it
              unknown: the unknown keywords that were named already. New ones are added
     Raises:  NotImplementedError: a value that isn't served
     """
     for name, value in given.items():
-        if name == "use_cache" and model_type in SAY_NO_CACHE:
-            continue
         served = SERVED.get(name, (None,))
         if value is None or any(not isinstance(value, Tensor) and value == v for v in served):
+            continue
+        if name == "use_cache" and not _passes_on_use_cache(type(module).__module__):
             continue
         if name in SERVED:
             got = f"a {type(value).__name__}" if isinstance(value, Tensor) else repr(value)
@@ -81,6 +73,21 @@ def check_keywords(given: dict[str, object], model_type: str, unknown: set[str])
             warnings.warn(
                 f"{NAME} doesn't know the keyword {name!r} and leaves it out", stacklevel=3
             )
+
+
+@functools.cache
+def _passes_on_use_cache(module_name: str) -> bool:
+    """Whether a model tells its layers what the caller said of use_cache.
+
+    The layers of many models say False by themselves. So look for a call of a layer, which is a
+    local variable there, with that keyword.
+    """
+    try:
+        tree = ast.parse(inspect.getsource(sys.modules[module_name]))
+    except (KeyError, OSError, TypeError):
+        return False
+    calls = (n for n in ast.walk(tree) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name))
+    return any(keyword.arg == "use_cache" for call in calls for keyword in call.keywords)
 
 
 def check_no_gradients(**tensors: Tensor) -> None:

@@ -7,7 +7,7 @@ is left of a mask is where the padding is, and how wide the window is.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -16,12 +16,24 @@ from paged_attention.hf.keywords import NAME
 from paged_attention.kernel.checks import refuse
 
 
-class CausalMask(NamedTuple):
+@dataclass(frozen=True)
+class CausalMask:
     """What `attention` is given as a mask."""
 
     is_token: Tensor | None  # (rows, columns so far), bool, False on padding. None: no padding
     window: int | None  # how many keys a query sees, the newest included
     is_served: bool = True
+    last: int | None = None  # only as many of the newest queries attend. None: all do
+
+    def __getitem__(self, key: tuple) -> CausalMask:
+        """The mask of the newest queries, [:, :, -n:, :]. Gemma 4 takes it for its last layers."""
+        rows, heads, queries, keys = key
+        if not rows == heads == keys == slice(None) or queries != slice(queries.start, None):
+            refuse("attention_mask", f"whole, or [:, :, -n:, :] for {NAME}", key)
+        return replace(self, last=-queries.start or None)
+
+    def __getattr__(self, name: str) -> object:
+        raise AttributeError(f"{NAME} serves no model that computes with its mask (.{name})")
 
 
 @torch.compiler.disable
@@ -51,10 +63,11 @@ def _is_causal(mask_function: Callable, window: int | None) -> bool:
     """Whether a mask function hides what `window` hides, tried on one query."""
     query = torch.tensor(window or 2, device="cpu")
     keys = torch.arange(int(query) + 2, device="cpu")
-    right = (keys <= query) & (keys > query - (window or 3))
-    seen = torch.stack([torch.as_tensor(mask_function(0, 0, query, key)) for key in keys[:2]])
-    seen = torch.cat([seen, torch.as_tensor(mask_function(0, 0, query, keys[2:]))])
-    return seen.equal(right)
+    return (
+        mask_function(0, 0, query, keys)
+        .cpu()
+        .equal((keys <= query) & (keys > query - (window or 3)))
+    )
 
 
 def check_mask(mask: object, sliding_window: int | None) -> CausalMask:

@@ -10,6 +10,11 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidi
 
 from paged_attention.hf.keywords import NAME
 
+# Whether a DynamicCache of this transformers holds the state of layers of another kind.
+KNOWS_OTHERS = hasattr(DynamicCache, "update_conv_state")
+ATTENTION = {"attention", "full_attention", "sliding_attention", "DynamicLayer"}
+ATTENTION |= {"DynamicSlidingWindowLayer"}
+
 
 class Heads(NamedTuple):
     """What one attention layer stores of a token."""
@@ -36,15 +41,20 @@ def attention_layers(config: PretrainedConfig) -> dict[int, Heads]:
     model = models.get(type(text), None) or models.get(type(config), None)
     if model is not None and not model._can_set_attn_implementation():
         _refuse(text, "its code has an attention of its own, which can't be replaced")
-    if getattr(text, "kv_lora_rank", None):
-        _refuse(text, "it stores keys and values compressed (MLA, kv_lora_rank)")
+    if not hasattr(text, "num_hidden_layers"):
+        _refuse(text, "its configuration doesn't say how many layers it has")
     layers = DynamicCache(config=text).layers
-    kinds = getattr(text, "layer_types", None) or [type(layer).__name__ for layer in layers]
-    if "chunked_attention" in kinds or getattr(text, "attention_chunk_size", None):
-        _refuse(text, "it attends in chunks (attention_chunk_size), which are no window")
+    kinds = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None)
+    kinds = kinds or [type(layer).__name__ for layer in layers]
     configs = getattr(text, "per_layer_config", None) or [text] * len(layers)
     found = {}
     for i, (layer, kind, layer_config) in enumerate(zip(layers, kinds, configs)):
+        if getattr(layer_config, "kv_lora_rank", None):
+            _refuse(text, "it stores keys and values compressed (MLA, kv_lora_rank)")
+        if kind == "chunked_attention" or getattr(layer_config, "attention_chunk_size", None):
+            _refuse(text, "it attends in chunks (attention_chunk_size), which are no window")
+        if not KNOWS_OTHERS and (kind not in ATTENTION or hasattr(text, "mamba_d_state")):
+            _refuse(text, f"this transformers keeps its layer {i} ({kind}) in a cache of its own")
         if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer):
             found[i] = _heads(layer_config)
         elif isinstance(layer, CacheLayerMixin):
@@ -55,9 +65,11 @@ def attention_layers(config: PretrainedConfig) -> dict[int, Heads]:
 
 
 def _heads(config: PretrainedConfig) -> Heads:
-    num_kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    head_size = getattr(config, "head_dim", None)
-    head_size = head_size or config.hidden_size // config.num_attention_heads
+    num_heads = getattr(config, "num_attention_heads", None)
+    if not num_heads:
+        _refuse(config, "it has no attention heads")
+    num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // num_heads
     value_size = getattr(config, "v_head_dim", None) or head_size
     if value_size != head_size:
         _refuse(config, f"its keys have {head_size} lanes, its values {value_size}")
