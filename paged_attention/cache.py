@@ -227,7 +227,7 @@ class PagedKVCache:
 
 
 def _of_each_layer(name: str, given: int | Sequence[int], num_layers: int) -> list[int]:
-    given = list(given) if isinstance(given, (list, tuple)) else [given] * num_layers
-    if len(given) != num_layers:
+    numbers = list(given) if isinstance(given, (list, tuple)) else [given] * num_layers
+    if len(numbers) != num_layers:
         checks.refuse(name, f"one number, or one for each of {num_layers} layers", given)
-    return [checks.required_count(name, number) for number in given]
+    return [checks.required_count(name, number) for number in numbers]

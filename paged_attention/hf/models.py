@@ -39,7 +39,8 @@ def attention_layers(config: PretrainedConfig) -> dict[int, Heads]:
     text = text_config(config)
     models = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
     model = models.get(type(text), None) or models.get(type(config), None)
-    if model is not None and not model._can_set_attn_implementation():
+    can_change = getattr(model, "_can_set_attn_implementation", None)
+    if can_change is not None and not can_change():
         _refuse(text, "its code has an attention of its own, which can't be replaced")
     if not hasattr(text, "num_hidden_layers"):
         _refuse(text, "its configuration doesn't say how many layers it has")

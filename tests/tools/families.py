@@ -17,7 +17,7 @@ import warnings
 from collections import defaultdict
 
 import torch
-from hf_models import CACHE, SMALL, awkward_pool, batch_of, greedy, hf, transformers
+from hf_models import SMALL, awkward_pool, batch_of, greedy, hf, transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
