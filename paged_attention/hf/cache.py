@@ -208,7 +208,7 @@ class PagedCache(DynamicCache):
                 is_new = new_tokens(is_token.cpu(), q_len, held, live)
             is_new = is_new & live.unsqueeze(1)
             if position_ids is not None and position_ids.dim() == 2:
-                first = first_positions(position_ids.cpu(), is_new, held, first)
+                first = first_positions(position_ids.cpu(), is_new, held, first, self.columns)
             self.current_pass = ForwardPass(self.pool, self.seq_ids, is_new, first)
         return self.current_pass
 

@@ -110,17 +110,25 @@ def new_tokens(is_token: Tensor, q_len: int, held: Tensor, live: Tensor) -> Tens
     return new
 
 
-def first_positions(position_ids: Tensor, is_new: Tensor, held: Tensor, first: Tensor) -> Tensor:
+def first_positions(
+    position_ids: Tensor, is_new: Tensor, held: Tensor, first: Tensor, columns: int
+) -> Tensor:
     """The position of each row's first token, after a check that the new ones go on from there.
+
+    A text begins at 0 or, because models count so by themselves, at the number of columns that are
+    padding.
 
     Args:    position_ids: (rows or 1, q_len), as the model has them
              is_new: as `new_tokens` returns it;  held: as there
              first: (rows,), what it is. -1 where it isn't known yet, because the row is new
+             columns: how many were there before this pass
     Returns: (rows,), -1 where it still isn't known
     Raises:  ValueError: position_ids begin again, jump, or don't go on from what is held
     """
     position_ids = position_ids.expand(is_new.shape)
-    start = position_ids.gather(1, is_new.int().argmax(dim=1, keepdim=True)).squeeze(1) - held
+    index = is_new.int().argmax(dim=1)
+    start = position_ids.gather(1, index[:, None]).squeeze(1)
+    start = torch.where(start == columns + index, start, 0)
     first = torch.where((first < 0) & is_new.any(dim=1), start, first)
     right = first[:, None] + held[:, None] + is_new.cumsum(dim=1) - 1
     wrong = ((position_ids != right) & is_new).any(dim=1)

@@ -45,13 +45,14 @@ def forward(model, cache, ids, mask=None):
     return model(torch.tensor(ids), **mask, **{CACHE: cache}).logits
 
 
-def attend(cache, mask=None, q_len=1, **options):
+def attend(cache, mask=None, q_len=1, inputs=None, is_token=None, window=None, **options):
     """Layer 0's attention alone, on random inputs."""
-    torch.manual_seed(0)
-    rows = len(cache.seq_ids)
-    query, key, value = (torch.randn(rows, heads, q_len, 12) for heads in (6, 2, 2))
+    if inputs is None:
+        torch.manual_seed(0)
+        inputs = [torch.randn(len(cache.seq_ids), heads, q_len, 12) for heads in (6, 2, 2)]
+    query, key, value = inputs
     key, value = cache.update(key, value, 0)
-    mask = CausalMask(None, None) if mask is None else mask
+    mask = CausalMask(is_token, window) if mask is None else mask
     return attention(None, query, key, value, mask, scaling=0.3, **options)[0]
 
 
@@ -73,7 +74,8 @@ def test_a_prompt_may_be_read_in_pieces(llama):
         lengths = (50, 50, 50)
     prompts = [[3 + 7 * i * i % (90 - row) for i in range(n)] for row, n in enumerate(lengths)]
     right = greedy(llama, batch_of(prompts), NEW, "eager", prefill_chunk_size=16)
-    tokens, logits, cache = paged(llama, prompts, prefill_chunk_size=16)
+    pool = awkward_pool(llama, 60, 4)
+    tokens, logits, cache = paged(llama, prompts, pool=pool, prefill_chunk_size=16)
     assert_same_text((tokens, logits), right)
     assert cache.pool.seq_lens(cache.seq_ids).tolist() == [n + 8 for n in lengths]
 
