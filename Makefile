@@ -13,9 +13,11 @@ VLLM   ?= 0.6.6.post1 0.8.5.post1
 # what surrounds the package: notebooks, figures, command line, packaging, transformers.
 UNIT_TESTS := tests/kernel tests/stages tests/cost tests/measure tests/test_cache.py \
               tests/test_malformed_cache.py tests/test_lesson.py tests/test_second_witness.py \
-              tests/clients/test_vllm_dispatch.py tests/clients/test_vllm_merge.py \
-              tests/clients/test_vllm_ops.py tests/clients/test_vllm_plugin.py \
-              tests/clients/test_vllm_scratch.py tests/clients/test_vllm_writes.py
+              tests/clients/test_vllm_corex.py tests/clients/test_vllm_dispatch.py \
+              tests/clients/test_vllm_merge.py tests/clients/test_vllm_ops.py \
+              tests/clients/test_vllm_plugin.py tests/clients/test_vllm_port.py \
+              tests/clients/test_vllm_scratch.py tests/clients/test_vllm_surroundings.py \
+              tests/clients/test_vllm_writes.py
 
 .PHONY: help run test test-model test-vllm fuzz accuracy lab notebooks figures lint test-oldest clean
 

@@ -3,7 +3,8 @@
 Read it in the order of the data:
 
     decode.py     paged_attention: the arguments, a plan, a run
-    call.py       the arguments, checked           (layouts.py, options.py, checks.py, aliasing.py)
+    call.py       the arguments, checked           (layouts.py, options.py, checks.py, aliasing.py;
+                                                   transforms.py: torch.compile, autograd, tracers)
     plan.py       plan_decode: decides the sizes of partitions and waves, once for all layers
                                                    (device.py: how large a wave may be)
     schedule.py   lengths -> waves and segments    (partition.py, shape.py)

@@ -13,6 +13,7 @@ from .layouts import Geometry, cache_geometry, check_cache_dtypes, resolve_layou
 from .options import Options, check_option_values, checked_options
 from .partition import ceil_div, first_needed
 from .shape import StepShape
+from .transforms import refuse_transforms
 
 
 class Inputs(NamedTuple):
@@ -54,13 +55,11 @@ def check_call(inputs: Inputs, layout: str | None, kv_cache_dtype: str, options:
 
     Raises:  TypeError, ValueError: which argument, its value, what it should be
     """
-    for name, tensor in zip(Inputs._fields, inputs):
-        require_tensor(name, tensor)
+    for name, tensor, dtypes in zip(Inputs._fields, inputs, (FLOATS, None, None, INTS, INTS)):
+        require_tensor(name, tensor, dtypes)
+        refuse_transforms(name, tensor)
     query, key_cache, value_cache, block_tables, seq_lens = inputs
-    require_tensor("query", query, FLOATS)
     check_cache_dtypes(key_cache, value_cache, kv_cache_dtype)
-    require_tensor("block_tables", block_tables, INTS)
-    require_tensor("seq_lens", seq_lens, INTS)
     for name, tensor in zip(Inputs._fields, inputs):
         if tensor.device != query.device and not (tensor is seq_lens and tensor.is_cpu):
             refuse(name, f"on {query.device} like query", tensor.device)
@@ -141,6 +140,7 @@ def check_values(call: Call, lengths: list[int]) -> None:
 def planned_lengths(seq_lens: object, num_seqs: int | None, max_seq_len: int | None) -> list[int]:
     """The lengths of an exact plan, checked."""
     if isinstance(seq_lens, Tensor):
+        require_tensor("seq_lens", seq_lens, INTS)
         if not seq_lens.is_cpu:
             refuse("seq_lens", "on the CPU for a plan", seq_lens.device)
         seq_lens = seq_lens.tolist()
@@ -148,8 +148,8 @@ def planned_lengths(seq_lens: object, num_seqs: int | None, max_seq_len: int | N
         refuse("seq_lens", "a list or a CPU tensor", repr(seq_lens), TypeError)
     lengths = [required_count(f"seq_lens[{i}]", n, least=0) for i, n in enumerate(seq_lens)]
     if num_seqs not in (None, len(lengths)):
-        refuse("num_seqs", f"{len(lengths)} like seq_lens", repr(num_seqs))
+        refuse("num_seqs", f"{len(lengths)} like seq_lens", num_seqs)
     longest = max(lengths, default=0)
-    if max_seq_len is not None and required_count("max_seq_len", max_seq_len, 0) < longest:
+    if max_seq_len is not None and max_seq_len < longest:
         refuse("max_seq_len", f"at least the longest sequence, {longest}", max_seq_len)
     return lengths

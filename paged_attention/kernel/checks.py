@@ -102,5 +102,5 @@ def checked_device(device: object) -> torch.device:
     """The device with its index, if this PyTorch can put a tensor on it."""
     try:
         return torch.empty(0, device=device).device  # pyright: ignore[reportCallIssue, reportArgumentType]: refused below
-    except (AssertionError, RuntimeError, TypeError) as error:
+    except (AssertionError, RuntimeError, TypeError, ValueError) as error:
         raise ValueError(f"device must be one that this PyTorch has, got {device!r}") from error

@@ -9,9 +9,11 @@ from .call import Inputs, check_call, check_values, lengths_on_host
 from .checks import check_backend, check_flag, optional_count, refuse
 from .options import Options
 from .plan import DecodePlan
+from .transforms import uncompiled
 from .workspace import Workspace
 
 
+@uncompiled
 def paged_attention(
     query: Tensor,
     key_cache: Tensor,
@@ -78,7 +80,8 @@ def paged_attention(
     Returns: out: query's shape and dtype (or `out`), accumulated in float32
              lse: out.shape[:-1], float32, natural log, the sink included. Only with
                    return_lse=True. A row that sees no key has out 0 and lse -inf (or the sink)
-    Raises:  TypeError, ValueError: the argument, its value, and what it should be
+    Raises:  TypeError, ValueError: the argument, its value, and what it should be. There is no
+             backward, so a tensor that requires a gradient is refused while autograd is on
     Numbers: float32 throughout, autocast or not (torch.set_float32_matmul_precision still has its
              say). What exceeds float32's range overflows: a partition's sum of weighted values, or
              a logit, which becomes NaN if it is too large and counts as unseen if it is too small

@@ -41,17 +41,19 @@ def execute(step: Step, call: Call, out: Tensor, lse: Tensor | None) -> None:
 def _scale_query(step: Step, query: Tensor) -> None:
     """The queries in float32, times the scale of the logits and of the keys.
 
-    The rows of a sequence are in the order (query head, query token).
+    The two scales become one number first, because each alone may be out of float32's range. The
+    rows of a sequence are in the order (query head, query token).
     """
     shape, options = step.schedule.shape, step.options
     scaled = step.buffers.query(len(query), shape.num_heads, shape.q_len, shape.lanes)
     scaled = scaled[..., : shape.head_size]
-    scale, k_scale = options.scale, options.k_scale
-    assert scale is not None
-    if not isinstance(k_scale, Tensor):  # as one number, because each alone may be out of range
-        scale, k_scale = scale * k_scale, 1.0
-    scaled.copy_(_by_head(query, 3)).mul_(scale)  # reads query once, writes it twice
-    _multiply(step, scaled, k_scale)
+    factor = options.k_scale
+    if isinstance(factor, Tensor):
+        factor = step.buffers.factor(shape.num_kv_heads).copy_(factor)
+    assert options.scale is not None
+    factor *= options.scale
+    scaled.copy_(_by_head(query, 3))  # reads query once, writes it twice
+    _multiply(step, scaled, factor)
 
 
 def _write_result(

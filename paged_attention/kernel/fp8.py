@@ -34,7 +34,7 @@ def widen(raw: Tensor, dtype: torch.dtype, fp16_bits: Tensor, out: Tensor) -> Te
 
     Args:    raw: uint8, contiguous, overwritten;  dtype: the float8 that its bytes are
              fp16_bits: int16, like raw, overwritten
-             out: float32, of raw's shape
+             out: float32, of raw's shape, whose rows are contiguous
     """
     if not raw.is_cpu:
         return out.copy_(raw.view(dtype))
@@ -44,5 +44,8 @@ def widen(raw: Tensor, dtype: torch.dtype, fp16_bits: Tensor, out: Tensor) -> Te
     # seeeemmm becomes s0eeeemmm0000000, and a NaN becomes s11111mmm0000000. Exponents are biased
     # by 7 in the one format and by 15 in the other.
     fp16_bits.copy_(raw.view(torch.int8)).bitwise_left_shift_(7).bitwise_and_(NO_BIT_14)
-    fp16_bits.add_(raw.bitwise_and_(MAGNITUDE).eq_(0x7F), alpha=0x4000)
+    # Widened where the result will be, because adding bytes to int16 would allocate a copy.
+    is_nan = out.view(torch.int16)[..., : raw.shape[-1]]
+    is_nan.copy_(raw.bitwise_and_(MAGNITUDE).eq_(0x7F))
+    fp16_bits.add_(is_nan, alpha=0x4000)
     return out.copy_(fp16_bits.view(torch.float16)).mul_(2.0 ** (15 - 7))

@@ -13,7 +13,8 @@ from torch import Tensor
 from .fp8 import widen
 from .layouts import tokens_of
 from .step import Step
-from .workspace import Buffer, is_traced
+from .transforms import is_traced
+from .workspace import Buffer
 
 # Without data, torch 2.1's index_select gives `out` the shape of its source. So on meta it gets a
 # source of the right shape, because only shapes matter there, and a tracer sees a copy.

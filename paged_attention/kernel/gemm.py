@@ -4,13 +4,14 @@ import torch
 from torch import Tensor
 
 
-def aligned(columns: int) -> int:
-    """The number of float32 columns, rounded up so that each row begins at a multiple of 16 bytes.
+def padded(columns: int) -> int:
+    """The number of columns of a product's result, rounded up to a multiple of 16.
 
-    MKL may add up a row in another order if it begins elsewhere (on an AMD CPU it does). A row's
-    result would then depend on its position in the batch.
+    MKL cuts matrices where it has more threads than matrices, and on some CPUs it adds up a row in
+    another order if that begins at an odd address. A row's result would then depend on the other
+    matrices of the batch. With 16 columns, which are 64 bytes, it never did.
     """
-    return -(-columns // 4) * 4
+    return -(-columns // 16) * 16
 
 
 def room_for(matrices: int) -> int:

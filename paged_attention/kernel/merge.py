@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from .checks import refuse, require_floating
-from .gemm import aligned, batched_gemm
+from .gemm import batched_gemm, padded
 
 LOWEST = torch.finfo(torch.float32).min  # the m of an empty state, because -inf - -inf is NaN
 
@@ -54,7 +54,7 @@ def merge_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     lses = lses.float().reshape(num_states, rows).t()  # (rows, num_states)
     acc = outs.float().reshape(num_states, rows, head_size).transpose(0, 1)
     seen = lses != -torch.inf
-    acc_s = acc.new_zeros(rows, num_states, aligned(head_size + 1))
+    acc_s = acc.new_zeros(rows, num_states, padded(head_size + 1))
     acc_s[..., :head_size] = acc.masked_fill(~seen.unsqueeze(-1), 0.0)
     acc_s[..., head_size] = seen
     merged, m = acc_s.new_zeros(rows + 1, 1, acc_s.shape[-1]), lses.new_full((rows,), LOWEST)
@@ -71,7 +71,7 @@ def merge_rows(
 ) -> None:
     """Merge each row's states into one, in memory that is there already.
 
-    Args:    acc_s: (rows, num_states, aligned(head_size + 1))
+    Args:    acc_s: (rows, num_states, padded(head_size + 1))
              m: (rows, num_states), finite or NaN;  weights: like m, overwritten
              out_acc_s: (room_for(rows) or more, 1, as acc_s);  out_m: (rows,)
     """

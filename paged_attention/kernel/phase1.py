@@ -6,7 +6,7 @@ from torch import Tensor
 from .call import Call
 from .fp8 import element_dtype
 from .gather import cache_rows, gather, select
-from .gemm import batched_gemm, room_for
+from .gemm import batched_gemm, padded, room_for
 from .mask import adjust, hide_values, wave_mask
 from .merge import LOWEST
 from .schedule import Wave
@@ -66,9 +66,13 @@ def _logits(step: Step, wave: Wave, k: Tensor) -> Tensor:
     wave_query = buffers.wave_query(wave.num_items, shape.num_rows, shape.lanes)
     select(query, wave.seqs, wave_query)  # reads and writes the queries of each item
     q = wave_query.view(len(k), -1, shape.lanes)[..., : shape.head_size]
-    logits = buffers.logits(room_for(len(k)), shape.group, wave.width)
-    k_t = k[..., : shape.head_size].transpose(1, 2)
-    return batched_gemm(q, k_t, logits)  # reads queries and K, writes a float a row and token
+    # The columns past the width are products with whatever lies behind these keys. Nobody reads
+    # them.
+    columns = padded(wave.width)
+    k_t = k.as_strided((len(k), columns, shape.head_size), k.stride()).transpose(1, 2)
+    logits = buffers.logits(room_for(len(k)), shape.group, columns)
+    # Reads queries and K, writes a float a row and token.
+    return batched_gemm(q, k_t, logits)[..., : wave.width]
 
 
 def _softmax(step: Step, wave: Wave, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:

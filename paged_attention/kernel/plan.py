@@ -26,12 +26,14 @@ from .partition import whole_blocks
 from .schedule import Schedule
 from .shape import StepShape
 from .step import Step, step_buffers
+from .transforms import refuse_gradients, uncompiled
 from .workspace import Workspace, default_workspace
 
 # Tokens. With 24 query heads on 4 KV heads, a partition's states take 0.3 % of its K and V.
 PARTITION_SIZE = 1024
 
 
+@uncompiled
 def plan_decode(
     *,
     num_heads: int,
@@ -88,20 +90,20 @@ def plan_decode(
     )
     if shape.num_heads % shape.num_kv_heads:
         refuse("num_heads", f"a multiple of num_kv_heads, {num_kv_heads}", num_heads)
-    if dtype not in (*FLOATS, torch.uint8, *FLOAT8S):
+    if not isinstance(dtype, torch.dtype) or dtype not in (*FLOATS, torch.uint8, *FLOAT8S):
         refuse("dtype", "float32, float16, bfloat16, uint8 or a float8", repr(dtype), TypeError)
     geometry = Geometry(1, shape.block_size, shape.num_kv_heads, shape.head_size)
     cache_shapes(geometry, layout, dtype)  # which refuses sizes that the layout can't have
     check_backend(backend)
     device = checked_device(device)
+    num_seqs = optional_count("num_seqs", num_seqs, least=0)
+    max_seq_len = optional_count("max_seq_len", max_seq_len, least=0)
     if seq_lens is not None:
         lengths = planned_lengths(seq_lens, num_seqs, max_seq_len)
         return DecodePlan.exact(shape, layout, device, lengths, partition_size=partition_size)
     if num_seqs is None or max_seq_len is None:
         given = f"{num_seqs!r} and {max_seq_len!r}"
         refuse("num_seqs and max_seq_len", "given where seq_lens isn't", given)
-    max_seq_len = required_count("max_seq_len", max_seq_len, least=0)
-    num_seqs = required_count("num_seqs", num_seqs, least=0)
     bounds = [max_seq_len] * num_seqs
     return DecodePlan.capacity(shape, layout, device, bounds, partition_size=partition_size)
 
@@ -160,6 +162,7 @@ class DecodePlan:
         """What a Workspace holds after it has served this plan."""
         return self.buffers.nbytes
 
+    @uncompiled
     def run(
         self,
         query: Tensor,
@@ -215,7 +218,8 @@ class DecodePlan:
         self, call: Call, out: Tensor | None, workspace: Workspace | None, return_lse: bool
     ) -> Tensor | tuple[Tensor, Tensor]:
         """`run`, for a call that this plan was made for."""
-        query = call.inputs.query
+        query, given = call.inputs.query, call.inputs._asdict() | vars(call.options)
+        refuse_gradients(given)
         if workspace is None:
             workspace = default_workspace(self.schedule.device)
         elif not isinstance(workspace, Workspace):
@@ -224,7 +228,7 @@ class DecodePlan:
             out = torch.empty_like(query, memory_format=torch.contiguous_format)
         else:
             memory = dict(zip(["workspace"], workspace.tensors()))
-            check_out(out, query, call.inputs._asdict() | vars(call.options) | memory)
+            check_out(out, query, given | memory)
         lse = query.new_empty(query.shape[:-1], dtype=torch.float32) if return_lse else None
         step = Step(self.schedule, call.options, workspace.bind(self.buffers, query))
         execute(step, call, out, lse)

@@ -11,13 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .partition import (
-    WorkItem,
-    ceil_div,
-    first_needed,
-    waves,
-    work_items,
-)
+from .gemm import padded
+from .partition import WorkItem, ceil_div, first_needed, waves, work_items
 from .shape import StepShape
 
 
@@ -66,7 +61,7 @@ class Extent(NamedTuple):
     num_blocks: int
     num_items: int
     wave_items: int
-    wave_tokens: int
+    wave_tokens: int  # with each item's rounded up, as the columns of its logits are
     widest: int  # tokens of the widest item
     is_sorted: bool  # the merge takes the sequences in the batch's order
     is_capacity: bool
@@ -124,7 +119,7 @@ class Schedule:
         self.waves = self._waves(cut, spans)
         totals = len(lengths), sum(num_states) * shape.num_rows, len(self.block_seqs), len(columns)
         wave_items = max((wave.num_items for wave in self.waves), default=0)
-        wave_tokens = max((wave.num_items * wave.width for wave in self.waves), default=0)
+        wave_tokens = max((wave.num_items * padded(wave.width) for wave in self.waves), default=0)
         of_a_wave = wave_items, wave_tokens, self.widest
         self.extent = Extent(*totals, *of_a_wave, is_sorted, is_capacity)
 

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import torch
 
-from .gemm import aligned
+from .gemm import padded
 
 
 class StepShape(NamedTuple):
@@ -36,12 +36,12 @@ class StepShape(NamedTuple):
     @property
     def lanes(self) -> int:
         """Floats from one row of queries, K or V in the workspace to the next."""
-        return aligned(self.head_size)
+        return padded(self.head_size)
 
     @property
     def state_columns(self) -> int:
         """Floats from one state [acc | s] in the workspace to the next."""
-        return aligned(self.head_size + 1)
+        return padded(self.head_size + 1)
 
     @property
     def needs_no_conversion(self) -> bool:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from .gemm import room_for
+from .gemm import padded, room_for
 from .options import Options
 from .schedule import Extent, Schedule
 from .shape import StepShape
@@ -23,7 +23,7 @@ class StepBuffers(Buffers):
         seqs, num_states, blocks, num_items, items, tokens, widest, is_sorted, _ = extent
         rows, lanes, columns = shape.num_rows, shape.lanes, shape.state_columns
         kv_heads, group = shape.num_kv_heads, shape.group
-        matrices, logits = room_for(items * kv_heads), max(2 * widest, tokens * kv_heads)
+        matrices, logits = room_for(items * kv_heads), max(2 * padded(widest), tokens * kv_heads)
         declare, float32, int64, boolean = self.declare, torch.float32, torch.int64, torch.bool
         # Phase 1
         self.query = declare(float32, seqs, rows, lanes)  # every query, scaled
@@ -46,7 +46,8 @@ class StepBuffers(Buffers):
         # options
         self.slopes = declare(float32, shape.num_heads)
         self.sinks = declare(float32, shape.num_heads)
-        self.scale = declare(float32, kv_heads)  # k_scale, and later v_scale
+        self.scale = declare(float32, kv_heads)  # of queries, and later v_scale
+        self.factor = declare(torch.float64, kv_heads)  # scale * k_scale
         self.sink_m = declare(float32, seqs * rows)
         self.sink_weight = declare(float32, seqs * rows)
         # which rows of the caches a wave gathers

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .checks import checked_device, refuse
+from .transforms import is_traced
 
 ALIGNMENT = 64  # bytes. Every buffer begins at a multiple, as torch's own allocations do
 
@@ -143,15 +144,6 @@ class Workspace:
 def _new_memory(nbytes: int, device: torch.device) -> Tensor:
     with torch.inference_mode(False):  # or it couldn't be written to outside of it
         return torch.empty(nbytes // 4, dtype=torch.float32, device=device)
-
-
-def is_traced(tensor: Tensor) -> bool:
-    """Whether a tracer made this tensor, as FakeTensorMode, make_fx and torch.export do.
-
-    Such a tensor has no memory, or none that outlives the tracing. So what was made beside it may
-    not be kept for the next call.
-    """
-    return type(tensor) not in (torch.Tensor, torch.nn.Parameter)
 
 
 # The one piece of global state: each thread's workspaces, for calls that were given none. They go

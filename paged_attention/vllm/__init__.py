@@ -3,14 +3,16 @@
 The plugin puts them where a build of vLLM has none. Nothing of vLLM is imported before the plugin
 is asked to register.
 
-    attention.py  paged_attention_v1, paged_attention_v2    choice.py    when V2 is worth it
-    partial.py    the states that the kernel leaves         dispatch.py  forward_decode
-    states.py     V2's scratch, merge_attn_states           plugin.py    register, unregister
-    writes.py     reshape_and_cache                         scales.py    kv_cache_dtype, k_scale
+    attention.py     paged_attention_v1, paged_attention_v2    plugin.py    register, unregister
+    states.py        V2's scratch, merge_attn_states           port.py      what a port does itself
+    partial.py       the states that the kernel leaves         dispatch.py  forward_decode
+    writes.py        reshape_and_cache                         choice.py    when V2 begins
+    scales.py        kv_cache_dtype, k_scale, v_scale          vendor.py    CoreX's own V2
+    head_mapping.py  num_kv_heads, as CoreX passes it
 """
 
 from paged_attention.vllm.attention import paged_attention_v1, paged_attention_v2
-from paged_attention.vllm.choice import takes_v2, upstream_takes_v2
+from paged_attention.vllm.choice import takes_v2
 from paged_attention.vllm.plugin import register, unregister
 from paged_attention.vllm.states import merge_attn_states
 from paged_attention.vllm.writes import reshape_and_cache
@@ -23,5 +25,4 @@ __all__ = [
     "reshape_and_cache",
     "takes_v2",
     "unregister",
-    "upstream_takes_v2",
 ]

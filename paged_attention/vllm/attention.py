@@ -9,13 +9,15 @@ import torch
 from torch import Tensor
 
 from paged_attention.kernel.call import Call, Inputs, check_call, check_values, lengths_on_host
-from paged_attention.kernel.checks import require_tensor, required_count
+from paged_attention.kernel.checks import refuse, require_tensor, required_count
 from paged_attention.kernel.options import Options
 from paged_attention.kernel.partition import whole_blocks
 from paged_attention.kernel.plan import DecodePlan
 from paged_attention.kernel.shape import StepShape
-from paged_attention.kernel.workspace import default_workspace, is_traced
-from paged_attention.vllm.choice import PARTITION_SIZE, partition_size
+from paged_attention.kernel.transforms import is_traced
+from paged_attention.kernel.workspace import default_workspace
+from paged_attention.vllm.choice import PARTITION_SIZE, is_capturing, partition_size
+from paged_attention.vllm.head_mapping import check_num_kv_heads
 from paged_attention.vllm.scales import CacheOptions, cache_options
 from paged_attention.vllm.states import Scratch, check_scratch, write_states
 
@@ -25,7 +27,7 @@ def paged_attention_v1(
     query: Tensor,
     key_cache: Tensor,
     value_cache: Tensor,
-    num_kv_heads: int,
+    num_kv_heads: int | Tensor,
     scale: float,
     block_tables: Tensor,
     seq_lens: Tensor,
@@ -47,20 +49,23 @@ def paged_attention_v1(
              query: (num_seqs, num_heads, head_size), fp32/fp16/bf16
              key_cache: (num_blocks, num_kv_heads, head_size/x, block_size, x), x = 16 / itemsize
              value_cache: (num_blocks, num_kv_heads, head_size, block_size)
-             num_kv_heads, block_size: the caches'
+             num_kv_heads, block_size: the caches'. For num_kv_heads CoreX's vLLM passes a
+                   head_mapping, (num_heads,), int32: each query head's KV head. It must be the
+                   usual grouping, 0, 0, 0, 1, 1, 1 for 6 heads on 2
              block_tables: (num_seqs, max_blocks), seq_lens: (num_seqs,), int32/int64
              max_seq_len: tokens, at least the longest sequence
              alibi_slopes: None or (num_heads,), times (key position - query position)
              kv_cache_dtype: None or "auto" for caches that describe themselves. Their scales are
                    ignored, as vLLM ignores them. "fp8", "fp8_e4m3" or "fp8_e5m2" for caches of
                    uint8
-             k_scale, v_scale: floats or tensors, which multiply cached keys and values
+             k_scale, v_scale: floats or tensors, which multiply cached keys and values. Finite,
+                   and not 0
              tp_rank, blocksparse_*: block-sparse attention, which must be off
     Raises:  TypeError, ValueError: the argument, its value, and what it should be. On a CPU
-                   lengths and block ids are checked, too. Elsewhere that would cost a
+                   lengths, block ids and scales are checked, too. Elsewhere that would cost a
                    synchronisation, so a sequence beyond max_seq_len or its table becomes NaN
     Cost:    as `paged_attention`. On an accelerator it follows num_seqs * max_seq_len, and
-             nothing is read back
+             nothing is read back, but a head_mapping in its first call
     Source:  vLLM vllm/_custom_ops.py, paged_attention_v1, 0.5.3 to 0.12. kv_cache_dtype and the
              scales may be missing, as in CoreX's vLLM 0.6.3
     """
@@ -89,7 +94,7 @@ def paged_attention_v2(
     query: Tensor,
     key_cache: Tensor,
     value_cache: Tensor,
-    num_kv_heads: int,
+    num_kv_heads: int | Tensor,
     scale: float,
     block_tables: Tensor,
     seq_lens: Tensor,
@@ -149,7 +154,7 @@ class _Planned(NamedTuple):
 def _planned(
     inputs: Inputs,
     out: Tensor,
-    num_kv_heads: int,
+    num_kv_heads: int | Tensor,
     block_size: int,
     max_seq_len: int,
     scale: float,
@@ -164,14 +169,10 @@ def _planned(
     query = inputs.query
     require_tensor("out", out)
     if query.dim() != 3:
-        raise ValueError(
-            f"query must be (num_seqs, num_heads, head_size), got {tuple(query.shape)}"
-        )
-    for name, given in (("num_kv_heads", num_kv_heads), ("block_size", block_size)):
-        if required_count(name, given) != getattr(call.geometry, name):
-            raise ValueError(
-                f"{name} must be the caches' {getattr(call.geometry, name)}, got {given}"
-            )
+        refuse("query", "(num_seqs, num_heads, head_size)", tuple(query.shape))
+    check_num_kv_heads(num_kv_heads, query.shape[1], call.geometry.num_kv_heads)
+    if required_count("block_size", block_size) != call.geometry.block_size:
+        refuse("block_size", f"the caches' {call.geometry.block_size}", block_size)
     max_seq_len = required_count("max_seq_len", max_seq_len, least=0)
     if inputs.seq_lens.is_cpu and inputs.block_tables.is_cpu:
         lengths = lengths_on_host(call, max_seq_len)
@@ -180,7 +181,7 @@ def _planned(
             call.shape, "vllm", query.device, lengths, partition_size=partition_size
         )
         return _Planned(plan, call)
-    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+    if is_capturing():
         raise RuntimeError(
             "vLLM's operations on this package can't be captured in a CUDA graph: "
             "enforce_eager must be True"
@@ -212,6 +213,4 @@ def _refuse_blocksparse(local_blocks: int, vert_stride: int, head_sliding_step: 
         ("blocksparse_head_sliding_step", head_sliding_step),
     ):
         if value not in (0, None):
-            raise ValueError(
-                f"{name} must be 0, block-sparse attention is not served, got {value}"
-            )
+            refuse(name, "0, because block-sparse attention is not served", value)

@@ -1,11 +1,10 @@
-"""vLLM's PagedAttention.forward_decode, with the choice between V1 and V2 put back in."""
+"""vLLM's PagedAttention.forward_decode, with V2 where a port's own has none."""
 
 from __future__ import annotations
 
-import dis
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -13,7 +12,8 @@ from torch import Tensor
 
 from paged_attention.kernel.partition import ceil_div
 from paged_attention.kernel.workspace import Buffers, default_workspace
-from paged_attention.vllm.choice import PARTITION_SIZE, partition_size
+from paged_attention.vllm.attention import paged_attention_v2
+from paged_attention.vllm.choice import PARTITION_SIZE, is_capturing, partition_size, takes_v2
 from paged_attention.vllm.states import Scratch
 
 # The operations' arguments that forward_decode is given, in the operations' order. The operations
@@ -26,68 +26,112 @@ BLOCKSPARSE = (
 ).split()  # from 0.5.3 on, all of them or none
 
 
-def always_takes_v1(forward_decode: Callable) -> bool:
-    """Whether a port's forward_decode calls V1 whatever the lengths are.
+class Arguments:
+    """Reads a port's forward_decode's arguments by vLLM's names.
 
-    It does if it knows no V2. It also does if the last value that it gives to `use_v1` is True,
-    and no condition stands before that, as in CoreX's vLLM 0.6.3. The bytecode tells. Calling the
-    function to find out would launch a kernel.
+    Raises:  ValueError: forward_decode lacks an argument of vLLM's, 0.5.3 to 0.11
     """
-    code = inspect.unwrap(forward_decode).__code__
-    if "paged_attention_v1" in code.co_names and "paged_attention_v2" not in code.co_names:
-        return True
-    steps = list(dis.get_instructions(code))
-    value, store = None, 0
-    for before, step in zip(steps, steps[1:]):
-        if step.opname == "STORE_FAST" and step.argval == "use_v1":
-            value, store = before, step.offset
-    if value is None or value.opname != "LOAD_CONST" or value.argval is not True:
-        return False
-    # A jump over the assignment means that an `if` stands around it.
-    jumps = [step for step in steps if step.opcode in {*dis.hasjrel, *dis.hasjabs}]
-    return not any(step.offset < store < step.argval for step in jumps)
+
+    def __init__(self, forward_decode: Callable) -> None:
+        signature = inspect.signature(forward_decode)
+        self.names = list(signature.parameters)
+        defaults = ((name, p.default) for name, p in signature.parameters.items())
+        self.defaults = {name: value for name, value in defaults if value is not inspect._empty}
+        self.renamed = "num_kv_heads" not in self.names and "head_mapping" in self.names
+        known = {*self.names, "num_kv_heads"} if self.renamed else {*self.names}
+        missing = [name for name in BEFORE + AFTER if name not in known]
+        if missing:
+            raise ValueError(f"forward_decode has no argument {', '.join(missing)}: {signature}")
+
+    def read(self, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """All arguments of a call, or {} if forward_decode can't be called like that."""
+        given = {**self.defaults, **dict(zip(self.names, args)), **kwargs}
+        if len(args) > len(self.names) or given.keys() != {*self.names}:
+            return {}
+        if self.renamed:  # as later states of CoreX's port have it
+            given["num_kv_heads"] = given["head_mapping"]
+        return given
 
 
-def with_choice(
-    forward_decode: Callable, ops: Any, takes_v2: Callable[[int, int, int], bool]
-) -> Callable:
-    """A forward_decode that chooses between V1 and V2 in each step.
+def with_choice(forward_decode: Callable, ops: Any, v1_serves: int) -> Callable:
+    """A forward_decode that takes V2 above what V1 serves, instead of by its own rule.
 
-    Args:    forward_decode: the port's own. If it always takes V1, it goes on serving the steps
-                   that V1 gets
-             ops: the module whose paged_attention_v1 and paged_attention_v2 are looked up in each
+    Args:    ops: the module whose paged_attention_v1 and paged_attention_v2 are looked up in each
                    step
-             takes_v2: asked with max_seq_len, num_seqs and num_heads
     Raises:  ValueError: forward_decode lacks an argument of vLLM's, 0.5.3 to 0.11
     Source:  vLLM vllm/attention/ops/paged_attn.py, PagedAttention.forward_decode
     """
-    signature = inspect.signature(forward_decode)
-    missing = [name for name in BEFORE + AFTER if name not in signature.parameters]
-    if missing:
-        raise ValueError(f"forward_decode has no argument {', '.join(missing)}: {signature}")
-    always_v1 = always_takes_v1(forward_decode)
-    blocksparse = [name for name in BLOCKSPARSE if name in signature.parameters]
+    arguments = Arguments(forward_decode)
 
     @functools.wraps(forward_decode)
-    def decode(*args, **kwargs) -> Tensor:
-        bound = signature.bind(*args, **kwargs)
-        bound.apply_defaults()
-        given = bound.arguments
-        query, max_seq_len = given["query"], given["max_seq_len"]
-        v2 = takes_v2(max_seq_len, *query.shape[:2])
-        if always_v1 and not v2:
-            return forward_decode(*args, **kwargs)
-        arguments = [given[name] for name in BEFORE]
-        arguments.append(given["value_cache"].shape[3])  # block_size
-        arguments += [given[name] for name in AFTER + blocksparse]
-        out = torch.empty_like(query)
-        if v2:
-            ops.paged_attention_v2(out, *scratch(query, max_seq_len), *arguments)
-        else:
-            ops.paged_attention_v1(out, *arguments)
+    def decode(*args: Any, **kwargs: Any) -> Tensor:
+        given = arguments.read(args, kwargs)
+        if not given:
+            return forward_decode(*args, **kwargs)  # which says what is wrong
+        if takes_v2(given["max_seq_len"], v1_serves):
+            return run_v2(ops.paged_attention_v2, given)
+        out = torch.empty_like(given["query"])
+        ops.paged_attention_v1(out, *_operands(given))
         return out
 
     return decode
+
+
+def with_v2_above(
+    forward_decode: Callable,
+    v2: Callable,
+    v1_serves: int,
+    is_beyond_v1: Callable[[Mapping[str, Any]], bool],
+    failed: Callable[[Exception, bool], None],
+) -> Callable:
+    """The forward_decode of a port that always takes V1, with V2 above what V1 serves.
+
+    The port's own serves all other steps. It also serves a step in which V2 raises, because it
+    would have without us. A step that V1 would serve wrongly is ours, and our error its caller's.
+
+    Args:    is_beyond_v1: whether V1 would serve a step of these arguments wrongly
+             failed: told of an exception of V2's, and whether V2 has ever worked. If it hasn't,
+                   it isn't tried again
+    Raises:  ValueError: forward_decode lacks an argument of vLLM's, 0.5.3 to 0.11
+    """
+    arguments = Arguments(forward_decode)
+    has_worked, given_up = False, False
+
+    @functools.wraps(forward_decode)
+    def decode(*args: Any, **kwargs: Any) -> Tensor:
+        nonlocal has_worked, given_up
+        given = arguments.read(args, kwargs)
+        if given and is_beyond_v1(given):
+            return run_v2(paged_attention_v2, given)
+        if not given or given_up or not takes_v2(given["max_seq_len"], v1_serves):
+            return forward_decode(*args, **kwargs)
+        if is_capturing():  # ours can't be captured
+            return forward_decode(*args, **kwargs)
+        try:
+            out = run_v2(v2, given)
+        except Exception as error:  # of any kind, because without us the step would be served
+            given_up = not has_worked
+            failed(error, has_worked)
+            return forward_decode(*args, **kwargs)
+        has_worked = True
+        return out
+
+    return decode
+
+
+def run_v2(v2: Callable, given: Mapping[str, Any]) -> Tensor:
+    """A step by V2, with scratch and a result of its own."""
+    query = given["query"]
+    out = torch.empty_like(query)
+    v2(out, *scratch(query, given["max_seq_len"]), *_operands(given))
+    return out
+
+
+def _operands(given: Mapping[str, Any]) -> list[Any]:
+    """What follows `out`, and V2's scratch, in a call of an operation."""
+    block_size = given["value_cache"].shape[3]
+    after = AFTER + [name for name in BLOCKSPARSE if name in given]
+    return [*(given[name] for name in BEFORE), block_size, *(given[name] for name in after)]
 
 
 def scratch(query: Tensor, max_seq_len: int) -> Scratch:

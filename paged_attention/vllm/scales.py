@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from numbers import Real
+from typing import Any, NamedTuple
 
 from torch import Tensor
+
+from paged_attention.kernel.checks import refuse
+from paged_attention.kernel.options import LARGEST, SMALLEST
+from paged_attention.kernel.workspace import is_traced
 
 
 class CacheOptions(NamedTuple):
@@ -24,6 +29,8 @@ def cache_options(
     1.0, because vLLM doesn't look at them either.
 
     Raises:  TypeError: this is the call of vLLM before 0.5.3, with one kv_scale for both
+             TypeError, ValueError: a scale is no number, or one that can't scale anything. What
+             tensors hold is read on a CPU only
     """
     if isinstance(v_scale, int) or (k_scale is None) != (v_scale is None):
         raise TypeError(
@@ -34,4 +41,20 @@ def cache_options(
         return CacheOptions("auto", 1.0, 1.0)
     if k_scale is None or v_scale is None:
         return CacheOptions(kv_cache_dtype, 1.0, 1.0)
+    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        _check_scale(name, scale)
     return CacheOptions(kv_cache_dtype, k_scale, v_scale)
+
+
+def _check_scale(name: str, scale: object) -> None:
+    """Check that a scale, of either sign, is something to multiply with and to divide by."""
+    values: list[Any]
+    if isinstance(scale, Tensor):
+        values = scale.flatten().tolist() if scale.is_cpu and not is_traced(scale) else []
+    elif isinstance(scale, Real) and not isinstance(scale, bool):
+        values = [scale]
+    else:
+        refuse(name, "a number or a tensor", repr(scale), TypeError)
+    for value in values:
+        if not SMALLEST <= abs(value) <= LARGEST:  # NaN isn't, either
+            refuse(name, "finite in float32, and not 0", value)

@@ -1,4 +1,7 @@
-"""A vLLM to be imported: small trees of our own stand in for upstream's and for CoreX's port."""
+"""A vLLM to be imported: small trees of our own stand in for upstream's and for CoreX's port.
+
+They are namespace packages, so that a tree can take the place of some files of another.
+"""
 
 from __future__ import annotations
 
@@ -77,8 +80,13 @@ class Tree:
         return calls
 
     def decode(self, lens, by_keyword=False, **noise):
-        """(what forward_decode gives, the dense tensors), called as a backend of vLLM does."""
+        """(what forward_decode gives, the dense tensors), called as a backend of vLLM does.
+
+        CoreX's backend gives a head_mapping for num_kv_heads.
+        """
         dense, given = step(lens, sharp=2.0, **noise)
+        if "ixformer" in sys.modules:
+            given["num_kv_heads"] = head_mapping(dense)
         given = {name: given[name] for name in FORWARD_DECODE}
         args, kwargs = ((), given) if by_keyword else (given.values(), {})
         return self.attention.forward_decode(*args, **kwargs), dense
@@ -92,6 +100,13 @@ class Tree:
         assert self.decode(lens)[0].eq(filled).all()
 
 
+def head_mapping(dense):
+    """As CoreX's backend makes it: each query head's KV head."""
+    kv_heads = dense.keys[0].shape[1]
+    group = dense.query.shape[1] // kv_heads
+    return torch.arange(kv_heads, dtype=torch.int32).repeat_interleave(group)
+
+
 def forget(*packages):
     for name in [*sys.modules]:
         if name.split(".")[0] in packages:
@@ -100,10 +115,14 @@ def forget(*packages):
 
 @pytest.fixture
 def tree(monkeypatch):
-    """A function of a stand-in's name that makes it the vLLM to be imported in this test."""
+    """A function of stand-ins' names that makes them the vLLM to be imported in this test.
 
-    def make(name):
-        monkeypatch.syspath_prepend(STANDINS / name)
+    Of a file that several have, the last one's counts.
+    """
+
+    def make(*names):
+        for name in names:
+            monkeypatch.syspath_prepend(STANDINS / name)
         return Tree(monkeypatch)
 
     forget("vllm", "ixformer")

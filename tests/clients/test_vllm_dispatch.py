@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -53,32 +52,3 @@ def test_scratch_is_the_same_memory_from_step_to_step_and_each_thread_has_its_ow
     assert seen[0] == seen[1] == seen[2]
     assert not set(seen[0]) & set(seen[3])
     assert len(set(seen[0])) == 3
-
-
-def test_a_port_that_always_takes_v1_is_told_from_its_code():
-    def by_rule(n):
-        use_v1 = True if n < 3 else False
-        use_v1 = use_v1 and n != 2
-        return ops.paged_attention_v1 if use_v1 else ops.paged_attention_v2
-
-    def under_a_condition(n):
-        use_v1 = n <= 8192
-        if n == 4:
-            use_v1 = True
-        return ops.paged_attention_v1 if use_v1 else ops.paged_attention_v2
-
-    def elsewhere(n):
-        return ops.decode(n)
-
-    def always(n):
-        use_v1 = n < 3
-        use_v1 = True
-        return ops.paged_attention_v1 if use_v1 else ops.paged_attention_v2
-
-    def knows_no_v2(n):
-        return ops.paged_attention_v1
-
-    ops = SimpleNamespace()
-    chooses = [dispatch.always_takes_v1(f) for f in (by_rule, under_a_condition, elsewhere)]
-    assert chooses == [False] * 3
-    assert [dispatch.always_takes_v1(f) for f in (always, knows_no_v2)] == [True] * 2

@@ -11,10 +11,19 @@ import pytest
 import torch
 from helpers import DTYPES, assert_close, assert_same, oracle, rounding
 from pools import NAN, empty_caches, generated, paged, random, to
-from vllm_calls import OPERATIONS, arguments, each_version, run, run_v2, scratch_for, step
+from vllm_calls import (
+    BAD_SCALES,
+    OPERATIONS,
+    arguments,
+    each_version,
+    run,
+    run_v2,
+    scratch_for,
+    step,
+)
 
 from paged_attention import DecodePlan
-from paged_attention.vllm.choice import takes_v2, upstream_takes_v2
+from paged_attention.vllm.choice import takes_v2
 
 
 def assert_right(out, dense, **options):
@@ -59,6 +68,7 @@ def test_out_may_be_float32_and_a_strided_view(version):
 @each_version
 def test_lengths_on_a_device_are_never_read_back(version, monkeypatch):
     """On meta any read of a value raises; and one plan serves all layers of many steps."""
+    mapping = torch.empty(6, dtype=torch.int32, device="meta")
     made = []
     init = DecodePlan.__init__
     monkeypatch.setattr(
@@ -70,8 +80,9 @@ def test_lengths_on_a_device_are_never_read_back(version, monkeypatch):
     query = torch.empty(3, 6, 48, device="meta")
     scratch = [t.to("meta") for t in scratch_for(query, 3)] if version == "v2" else []
     for max_seq_len in (1031, 1031, 1032):
-        rest = (2, 0.1, tables, lens, 16, max_seq_len, None, "auto", 1.0, 1.0)
-        OPERATIONS[version](torch.empty_like(query), *scratch, query, *pool, *rest)
+        for kv_heads in (2, mapping):
+            rest = (kv_heads, 0.1, tables, lens, 16, max_seq_len, None, "auto", 1.0, 1.0)
+            OPERATIONS[version](torch.empty_like(query), *scratch, query, *pool, *rest)
     assert len(made) <= 1
 
 
@@ -92,6 +103,47 @@ def test_eleven_positional_arguments_are_enough(version):
     whole = run(version, given)
     assert_same(run(version, given, count=10), whole)
     assert_same(run(version, given | {"kv_cache_dtype": None}, count=11), whole)
+
+
+@each_version
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_a_head_mapping_means_the_caches_kv_heads(version, dtype):
+    """CoreX's vLLM passes it for num_kv_heads, by position and by name."""
+    _, given = step()
+    mapping = torch.tensor([0, 0, 0, 1, 1, 1], dtype=dtype)
+    whole = run(version, given)
+    assert_same(run(version, given | {"num_kv_heads": mapping}, count=10), whole)
+    by_name, out = given | {"num_kv_heads": mapping}, torch.empty_like(whole)
+    scratch = scratch_for(given["query"], 3)._asdict() if version == "v2" else {}
+    OPERATIONS[version](out=out, **scratch, **by_name)
+    assert_same(out, whole)
+
+
+@pytest.mark.parametrize("is_inference", [True, False])
+def test_a_head_mapping_is_read_once_and_again_when_it_is_changed(monkeypatch, is_inference):
+    _, given = step()
+    with torch.inference_mode(is_inference):
+        mapping, other = (torch.tensor([0, 0, 0, 1, 1, 1], dtype=torch.int32) for _ in range(2))
+    read, tolist = [], torch.Tensor.tolist
+
+    def noted(tensor):
+        if tensor is mapping or tensor is other:
+            read.append(tensor)
+        return tolist(tensor)
+
+    monkeypatch.setattr(torch.Tensor, "tolist", noted)
+    for _ in range(3):
+        for version in OPERATIONS:
+            run(version, given | {"num_kv_heads": mapping})
+    assert len(read) == 1
+    run("v1", given | {"num_kv_heads": other})
+    assert len(read) == 2
+    with pytest.raises(ValueError, match="num_kv_heads"):  # right for 2 KV heads, not for 3
+        run("v1", step(num_kv_heads=3)[1] | {"num_kv_heads": mapping})
+    if not is_inference:
+        mapping[5] = 0
+        with pytest.raises(ValueError, match=r"num_kv_heads\[5\]"):
+            run("v1", given | {"num_kv_heads": mapping})
 
 
 @each_version
@@ -123,6 +175,20 @@ def test_the_documented_example_is_plain_attention():
 
 
 @each_version
+@pytest.mark.parametrize("name", ["k_scale", "v_scale"])
+@pytest.mark.parametrize("scale", BAD_SCALES, ids=str)
+def test_pub_31_an_fp8_scale_of_0_nan_or_infinity_is_refused_by_name(version, name, scale):
+    _, given = step([40])
+    caches = torch.zeros(5, 2, 2, 16, 16, dtype=torch.uint8)
+    fp8 = {"key_cache": caches, "value_cache": torch.zeros(5, 2, 32, 16, dtype=torch.uint8)}
+    scales = {"k_scale": 1.0, "v_scale": 1.0, "kv_cache_dtype": "fp8"} | {name: scale}
+    out, scratch = torch.full_like(given["query"], NAN), scratch_for(given["query"], 1)
+    with pytest.raises(ValueError, match=f"{name} must be finite in float32, and not 0"):
+        run(version, given | fp8 | scales, scratch, out)
+    assert all(tensor.isnan().all() for tensor in (out, *scratch))
+
+
+@each_version
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("size", ["32", "512"])
 def test_pub_01_ones_own_tensors_give_the_worked_numbers(version, dtype, size, monkeypatch):
@@ -149,17 +215,6 @@ def test_v2_begins_above_its_least_length(monkeypatch):
     assert [takes_v2(n) for n in (0, 1, 8193)] == [False, True, True]
 
 
-def test_upstreams_rule_asks_for_partitions_and_for_work_enough():
-    for max_seq_len, num_seqs, num_heads, v2 in (
-        (512, 1, 1, False),  # one partition
-        (513, 1, 1, True),
-        (8192, 16, 32, True),  # 512 is not enough to fill the device
-        (8192, 19, 27, False),  # 513 is
-        (8193, 19, 27, True),  # V1's logits don't fit
-    ):
-        assert upstream_takes_v2(max_seq_len, num_seqs, num_heads) is v2
-
-
 @pytest.mark.parametrize("name", ["PAGED_ATTENTION_PARTITION_SIZE", "PAGED_ATTENTION_V2_MIN_LEN"])
 @pytest.mark.parametrize("text", ["-1", "512.0", "half", "1e3"])
 def test_a_setting_that_is_no_count_is_an_error_by_name(name, text, monkeypatch):
@@ -176,7 +231,13 @@ def test_a_setting_that_is_no_count_is_an_error_by_name(name, text, monkeypatch)
     "changed, words",
     [
         ({"num_kv_heads": 3}, "num_kv_heads must be the caches' 2, got 3"),
-        ({"num_kv_heads": torch.tensor([0, 1])}, "num_kv_heads"),
+        ({"num_kv_heads": torch.tensor([0, 1])}, r"num_kv_heads must be \(6,\).*head_mapping"),
+        ({"num_kv_heads": torch.tensor([0.0, 0, 0, 1, 1, 1])}, "num_kv_heads must be int32"),
+        ({"num_kv_heads": torch.tensor([0, 1, 0, 1, 0, 1])}, r"num_kv_heads\[1\].* must be 0,"),
+        ({"num_kv_heads": torch.tensor([0, 0, 0, 1, 1, 7])}, r"num_kv_heads\[5\].* got 7"),
+        ({"num_kv_heads": torch.tensor([-1, 0, 0, 1, 1, 1])}, r"num_kv_heads\[0\].* got -1"),
+        ({"num_kv_heads": torch.tensor([0] * 6)}, r"num_kv_heads\[3\].* must be 1,"),
+        ({"num_kv_heads": [0, 0, 0, 1, 1, 1]}, "num_kv_heads must be a whole number"),
         ({"block_size": 32}, "block_size must be the caches' 16, got 32"),
         ({"max_seq_len": 1029}, "max_seq_len must be at least .* 1029"),
         ({"max_seq_len": None}, "max_seq_len must be a whole number"),
@@ -192,10 +253,13 @@ def test_a_setting_that_is_no_count_is_an_error_by_name(name, text, monkeypatch)
         ({"blocksparse_head_sliding_step": -1}, "blocksparse_head_sliding_step.*-1"),
     ],
 )
-def test_a_wrong_argument_is_an_error_by_name(version, changed, words):
+def test_a_wrong_argument_is_an_error_by_name_and_nothing_is_written(version, changed, words):
     _, given = step()
+    out, scratch = torch.full_like(given["query"], NAN), scratch_for(given["query"], 3)
     with pytest.raises((TypeError, ValueError), match=words):
-        run(version, given | changed)
+        run(version, given | changed, scratch, out)
+    for tensor in (out, *scratch):
+        assert tensor.isnan().all()
 
 
 @each_version

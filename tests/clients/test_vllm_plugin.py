@@ -132,36 +132,10 @@ def test_a_vllm_without_forward_decode_still_gets_the_operations(tree, logged, m
     assert level == "INFO" and "no forward_decode" in said
 
 
-# -- CoreX's tree
-
-
-def test_corex_gets_its_choice_back(tree, logged):
-    vllm = tree("corex")
-    calls = sys.modules["ixformer.functions"].CALLS
-    register()
-    [(level, said)] = logged()
-    assert level == "INFO"
-    assert "forward_decode takes V2 above 8192 tokens (it took V1 always)" in said
-    assert "ixformer.functions.vllm_single_query_cached_kv_attention_v2" in said
-    # Its own V1 and cache writes stay, called as the port calls them.
-    for lens in ([5], [600], [8192]):
-        vllm.assert_native(lens)
-        assert calls.pop() == ("v1", 11) and not calls
-    assert vllm.ops.reshape_and_cache is vllm.before["reshape_and_cache"]
-    # Its V2 raises: the first long step finds that out and is served, as are all others.
-    for _ in range(2):
-        vllm.assert_ours([LONG, 17])
-    assert not calls
-    assert len(logged()) == 1
-    assert vllm.ops.paged_attention_v2 is ours.paged_attention_v2
-    vllm.assert_native([600])
-    unregister()
-    assert vllm.unchanged()
-
-
 @pytest.mark.parametrize("hole", ["few arguments", "no such name"])
 def test_a_hole_of_another_shape_is_filled_too(tree, monkeypatch, hole):
-    vllm = tree("corex")
+    vllm = tree("upstream")
+    calls = vllm.register_native("paged_attention_v1", "reshape_and_cache")
 
     def short(out, exp_sum, max_logits, tmp_out, query, key_cache, value_cache, head_mapping):
         raise AssertionError("must not be called: it can't take vLLM's arguments")
@@ -172,25 +146,10 @@ def test_a_hole_of_another_shape_is_filled_too(tree, monkeypatch, hole):
         vllm.before = vllm.state()
     register()
     vllm.assert_ours([LONG])
+    assert not calls
     unregister()
     assert vllm.unchanged()
     assert hasattr(vllm.ops, "paged_attention_v2") == (hole == "few arguments")
-
-
-def test_a_port_whose_v2_works_gets_upstreams_choice_back(tree, logged):
-    vllm, calls = tree("corex"), []
-
-    def works(out, *rest):
-        calls.append(len(rest) + 1)
-        out.fill_(8.0)
-
-    vllm.replace(vllm.ops, "paged_attention_v2", works)
-    register()
-    vllm.assert_native([600])  # not known yet
-    for lens, filled in (([LONG], 8), ([600], 8), ([500], 7), ([LONG], 8)):
-        vllm.assert_native(lens, filled)
-    assert vllm.ops.paged_attention_v2 is works and calls == [22] * 3
-    assert len(logged()) == 1
 
 
 # -- being asked, twice, and undone
@@ -231,7 +190,7 @@ def test_twice_is_once_and_undoing_leaves_no_trace(tree, logged, name):
     "name, value, level, words",
     [
         ("PAGED_ATTENTION_VLLM", "off", "INFO", ["PAGED_ATTENTION_VLLM=off"]),
-        ("PAGED_ATTENTION_VLLM", "on", "WARNING", ["force or off", "'on'"]),
+        ("PAGED_ATTENTION_VLLM", "on", "WARNING", ["force, vendor or off", "'on'"]),
         ("PAGED_ATTENTION_PARTITION_SIZE", "0", "WARNING", ["PARTITION_SIZE", "'0'"]),
         ("PAGED_ATTENTION_V2_MIN_LEN", "8k", "WARNING", ["V2_MIN_LEN", "'8k'"]),
     ],
@@ -269,7 +228,7 @@ def broken_import(vllm):
             raise OSError("libcudart.so")
         return vllm.ops
 
-    vllm.monkeypatch.setattr("paged_attention.vllm.plugin.import_module", broken)
+    vllm.monkeypatch.setattr("paged_attention.vllm.port.import_module", broken)
 
 
 def frozen_class(vllm):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers import DTYPES, assert_close, assert_same, oracle, rounding
 from pools import INF, NAN, empty_caches, paged, random, store
-from vllm_calls import arguments, run
+from vllm_calls import BAD_SCALES, arguments, run
 
 from paged_attention.vllm.writes import reshape_and_cache
 
@@ -90,11 +90,50 @@ def test_what_is_written_is_what_the_kernel_reads():
     assert_close(out, oracle(*dense)[0], extra=rounding(dense))
 
 
+@pytest.mark.parametrize("count", [9, 4000])
+def test_of_several_tokens_for_one_slot_the_last_one_stays_among_skipped_ones_too(count):
+    """As if each token were written by a call of its own."""
+    rng = torch.Generator().manual_seed(1)
+    slots = torch.randint(-3, 5, (count,), generator=rng)
+    dense = random([count], 1, 2, 8)
+    ours, wanted = (caches(2, 4, 2, 8) for _ in range(2))
+    reshape_and_cache(dense.keys[0], dense.values[0], *ours, slots)
+    for token, slot in enumerate(slots.tolist()):
+        if slot >= 0:
+            alone = slice(token, token + 1)
+            where = slots[alone]
+            reshape_and_cache(dense.keys[0][alone], dense.values[0][alone], *wanted, where)
+    for got, want in zip(ours, wanted):
+        assert_same(got, want)
+
+
+def test_a_skipped_token_after_a_repeated_slot_does_not_bring_the_first_one_back():
+    tokens = torch.tensor([1.0, 2.0, 3.0]).view(3, 1, 1).expand(3, 1, 8)
+    ours = caches(1, 2, 1, 8, fill=0)
+    reshape_and_cache(tokens, tokens, *ours, torch.tensor([1, 1, -1]))
+    assert ours[1][0, 0, 0].tolist() == [0, 2]
+
+
+@pytest.mark.parametrize("name", ["k_scale", "v_scale"])
+@pytest.mark.parametrize("scale", BAD_SCALES, ids=str)
+def test_pub_31_an_fp8_scale_of_0_nan_or_infinity_is_refused_and_nothing_written(name, scale):
+    ours, key = caches(1, 2, 2, 16, torch.uint8, 7), torch.tensor([1.0, 0.0]).repeat(16)
+    scales = {"k_scale": 1.0, "v_scale": 1.0} | {name: scale}
+    key = key.view(1, 2, 16)
+    with pytest.raises(ValueError, match=f"{name} must be finite in float32, and not 0"):
+        reshape_and_cache(key, key, *ours, torch.tensor([0]), "fp8", **scales)
+    assert all(cache.eq(7).all() for cache in ours)
+
+
 def test_writing_reads_nothing_back_from_a_device():
     key = torch.empty(4, 2, 8, device="meta")
     cache = torch.empty(3, 2, 2, 16, 4, device="meta"), torch.empty(3, 2, 8, 16, device="meta")
     slots = torch.empty(4, dtype=torch.int64, device="meta")
     reshape_and_cache(key, key, *cache, slots, "auto", 1.0, 1.0)
+    fp8 = [torch.empty(3, 2, 1, 16, 16, dtype=torch.uint8, device="meta")]
+    fp8.append(torch.empty(3, 2, 16, 16, dtype=torch.uint8, device="meta"))
+    key, scale = torch.empty(4, 2, 16, device="meta"), torch.empty(2, device="meta")
+    reshape_and_cache(key, key, *fp8, slots, "fp8", scale, scale)
 
 
 @pytest.mark.parametrize(

@@ -102,6 +102,38 @@ ORDER = [7, 3, 11, 10, 0, 1, 5]
 OTHERS = [1 + 37 * n % 101 for n in range(63)]
 
 
+# Heads, KV heads, head size, block size and tokens that MKL cuts differently in a batch.
+MANY_THREADS = {
+    8: [(8, 1, 64, 8, 100), (8, 2, 100, 16, 1000), (9, 3, 40, 3, 61)],
+    16: [(24, 4, 256, 4, 1124), (6, 2, 72, 5, 37)],
+    32: [(32, 8, 128, 1, 100), (8, 1, 64, 8, 100)],
+}
+MANY_THREADS |= {1: MANY_THREADS[8], 2: MANY_THREADS[8]}
+
+
+@pytest.fixture
+def threads():
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("num_threads", sorted(MANY_THREADS))
+@pytest.mark.parametrize("kind", ["paged_attention", "capacity"])
+def test_own_03_bits_do_not_depend_on_the_batch_with_many_threads_either(
+    threads, num_threads, kind
+):
+    """Neither widths nor head sizes are multiples of 16, to which products are padded."""
+    threads(num_threads)
+    for num_heads, num_kv_heads, head_size, block_size, tokens in MANY_THREADS[num_threads]:
+        heads, sizes = (num_heads, num_kv_heads, head_size), (block_size, None)
+        for option in ("plain", "ALiBi, 3 rows"):
+            step = Step(kind, "HND", option, heads, sizes)
+            alone = step.decode([tokens])
+            for num_seqs in (2, 3, 8, 24):
+                step.agree([t[-1:] for t in step.decode([tokens] * num_seqs)], alone)
+
+
 @on_each_device
 @pairwise(kind=WAYS, layout=LAYOUTS, option=OPTIONS, heads=HEADS, sizes=SIZES, dtype=DTYPES)
 def test_bits_do_not_depend_on_the_batch(device, row):

@@ -5,6 +5,7 @@ What a run refuses of any tensor, as `paged_attention` does, is in test_malforme
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from faults import HEADS, LENS, SIZES, good, refused, run_of, without
@@ -26,9 +27,14 @@ FAULTS = [  # (the argument, what to put there, words)
     *(("seq_lens", [3, value], ("seq_lens[1]",)) for value in (-1, 1.5, None, True)),
     *(("seq_lens", value, ()) for value in (3, "33")),
     *(("seq_lens", torch.tensor(value), (word,)) for value, word in (
-        ([1.5], "1.5"), ([[1]], "[1]"), (7, "7"), ([-2], "-2"))),
+        ([1.5], "float32"), ([[1]], "[1]"), (7, "7"), ([-2], "-2"))),
     ("seq_lens", torch.tensor([1], device="meta"), ("meta",)),
     ("num_seqs", 3, ("2",)),
+    # OWN-06
+    *(("num_seqs", value, ()) for value in (torch.tensor(2), 2.0, True, np.array([2]))),
+    ("seq_lens", torch.tensor([5, 5]).to_sparse(), ("sparse",)),
+    ("device", 2**70, ()), ("device", "nowhere", ()),
+    ("dtype", np.array([1, 2]), ()),
     *(("max_seq_len", value, ()) for value in (6, "9")),
 ]  # fmt: skip
 

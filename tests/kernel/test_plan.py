@@ -166,15 +166,6 @@ def test_a_workspace_made_in_inference_mode_serves_outside_of_it():
     assert torch.equal(first, second) and torch.equal(second, third)
 
 
-def test_caches_that_require_grad_are_read_without_a_graph():
-    dense, pool = batch([30], "HND")
-    right = paged_attention(dense.query, *pool, layout="HND")
-    caches = [c.clone().requires_grad_() for c in pool[:2]]
-    out = paged_attention(dense.query.requires_grad_(), *caches, *pool[2:], layout="HND")
-    assert_same(out, right)
-    assert not out.requires_grad
-
-
 # -- beyond the capacity
 
 

@@ -11,6 +11,7 @@ from paged_attention import Workspace, paged_attention, plan_decode
 from paged_attention.inputs import random_inputs
 from paged_attention.kernel.device import OPS_PER_WAVE
 from paged_attention.measure.counting import OpCounter, count
+from paged_attention.measure.profiling import profiler_peak_bytes
 
 HEADS, KV_HEADS, SIZE, BLOCK = 6, 2, 16, 8
 SIZES = {"num_heads": HEADS, "num_kv_heads": KV_HEADS, "head_size": SIZE, "block_size": BLOCK}
@@ -77,6 +78,20 @@ def test_a_run_reads_nothing_back_and_allocates_nothing(row):
     inputs, options = map(on_meta, (query, *pool)), {k: on_meta(v) for k, v in options.items()}
     out, lse = plan_decode(**how, device="meta").run(*inputs, return_lse=True, **options)
     assert out.is_meta and out.shape == query.shape and lse.shape == query.shape[:-1]
+
+
+@pytest.mark.parametrize("stored", FORMATS)
+def test_own_05_a_run_allocates_nothing_inside_of_an_operation_either(stored):
+    """A profiler sees what a dispatch mode doesn't. A number beside a tensor takes 8 bytes."""
+    dtype, kv_cache_dtype = FORMATS[stored]
+    inputs, workspace = step("HND", dtype, 1), Workspace()
+    plan, out = plan_decode(**SIZES, layout="HND", dtype=dtype, seq_lens=LENS), inputs[0].clone()
+
+    def run():
+        plan.run(*inputs, out=out, workspace=workspace, kv_cache_dtype=kv_cache_dtype)
+
+    run()
+    assert profiler_peak_bytes(run) <= 64  # a copy of the shortest wave takes 256
 
 
 def test_lengths_on_the_device_and_a_bound_need_no_host_read():

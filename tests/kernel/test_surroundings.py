@@ -140,3 +140,16 @@ def test_scales_are_multiplied_as_numbers_before_they_meet_the_query():
     _, args, options = call("HND", seq_lens=(40,))
     plain = paged_attention(*args, **options, scale=0.5)
     assert_close(paged_attention(*args, **options, scale=0.5e30, k_scale=1e-30), plain.double())
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (2,)])
+def test_own_07_a_scale_in_a_tensor_meets_the_other_scale_before_the_query(shape):
+    _, (query, *rest), options = call("HND", seq_lens=(40,))
+    large = query * 1e10  # times 1e30 it is beyond float32
+    right = paged_attention(large, *rest, **options, scale=1e30, k_scale=1e-41)
+    for dtype in (torch.float32, torch.float64):
+        k_scale = torch.full(shape, 1e-41, dtype=torch.float64).to(dtype)
+        out = paged_attention(large, *rest, **options, scale=1e30, k_scale=k_scale)
+        if dtype == torch.float64:
+            assert torch.equal(out, right)
+        assert out.isfinite().all()

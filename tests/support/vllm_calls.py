@@ -11,6 +11,8 @@ from paged_attention.vllm.states import Scratch
 
 LENS = [1030, 0, 17, 600]
 OPERATIONS = {"v1": paged_attention_v1, "v2": paged_attention_v2}
+BAD_SCALES = [0.0, -0.0, NAN, torch.inf, -torch.inf, 1e39, 1e-50, torch.tensor(0.0)]
+BAD_SCALES += [torch.tensor(NAN), torch.tensor([1.0, torch.inf]), torch.tensor(1e39).double()]
 each_version = pytest.mark.parametrize("version", OPERATIONS)
 
 

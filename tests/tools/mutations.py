@@ -625,7 +625,8 @@ MEASURING = [
 
 vllm = of("paged_attention/vllm/", "tests/clients/test_vllm_ops.py")
 SCRATCH, WRITES = "tests/clients/test_vllm_scratch.py", "tests/clients/test_vllm_writes.py"
-PLUGIN = "tests/clients/test_vllm_plugin.py"
+PLUGIN, COREX = "tests/clients/test_vllm_plugin.py", "tests/clients/test_vllm_corex.py"
+PORT = "tests/clients/test_vllm_port.py"
 VLLM = [
     vllm(
         "scratch is written in the partition that begins at a sequence's end",
@@ -644,15 +645,110 @@ VLLM = [
     vllm(
         "PAGED_ATTENTION_V2_MIN_LEN is ignored",
         "choice.py",
-        "return max_seq_len > v2_min_len()",
+        "return max_seq_len > v2_min_len(v1_serves)",
         "return max_seq_len > V2_MIN_LEN",
     ),
     vllm(
-        "a port that takes V1 under a condition passes for one that always does",
+        "a port that returns early passes for one that always takes V1",
+        "port.py",
+        "if any(isinstance(n, ast.Return) for n in inside):",
+        "if isinstance(statement, ast.Return):",
+        PORT,
+    ),
+    vllm(
+        "a use_v1 that is given another value stays True",
+        "port.py",
+        "true -= stored",
+        "true -= set()",
+        PORT,
+    ),
+    vllm(
+        "V1 called under a condition passes for a V1 that is always called",
+        "port.py",
+        "if not isinstance(value, ast.Call):",
+        "if value is statement:",
+        PORT,
+    ),
+    vllm(
+        "CoreX's V1 loses what is above 8,192 tokens",
+        "port.py",
+        "return COREX_V1 if is_served",
+        "return V2_MIN_LEN if is_served",
+        PORT,
+    ),
+    vllm(
+        "an fp8 cache goes to a V1 that has no scales",
+        "port.py",
+        "return is_fp8 or any(",
+        "return any(",
+        COREX,
+    ),
+    vllm(
+        "a V2 that failed in its first step is tried again",
         "dispatch.py",
-        "return not any(step.offset < store < step.argval for step in jumps)",
-        "return True or jumps",
-        "tests/clients/test_vllm_dispatch.py",
+        "given_up = not has_worked",
+        "given_up = False",
+        COREX,
+    ),
+    vllm(
+        "a V2 that failed later is given up",
+        "dispatch.py",
+        "given_up = not has_worked",
+        "given_up = True",
+        COREX,
+    ),
+    vllm(
+        "only some exceptions of V2 are the port's to serve",
+        "dispatch.py",
+        "except Exception as error:  # of any kind, because without us the step would be served",
+        "except NotImplementedError as error:",
+        COREX,
+    ),
+    vllm(
+        "two first steps that fail warn twice",
+        "plugin.py",
+        "warned.add(said)",
+        "warned.add(error)",
+        COREX,
+    ),
+    vllm(
+        "a head_mapping's values aren't looked at",
+        "head_mapping.py",
+        "if got != wanted:",
+        "if got > num_kv_heads:",
+    ),
+    vllm(
+        "a head_mapping is read at every call",
+        "head_mapping.py",
+        "_checked[given] = seen",
+        "_checked[given] = None",
+    ),
+    vllm(
+        "a head_mapping that was changed isn't read again",
+        "head_mapping.py",
+        "None if given.is_inference() else given._version",
+        "None",
+    ),
+    vllm(
+        "the vendor's V2 follows what a table holds past a sequence's end",
+        "vendor.py",
+        "table.masked_fill(past_end, 0).flatten()",
+        "table.masked_fill(past_end & False, 0).flatten()",
+        COREX,
+    ),
+    vllm(
+        "an fp8 scale of 0 is taken",
+        "scales.py",
+        "if not SMALLEST <= abs(value) <= LARGEST:",
+        "if not abs(value) <= LARGEST:",
+        WRITES,
+    ),
+    vllm(
+        "any of several tokens for one slot may stay",
+        "writes.py",
+        "tokens = _last_of_each_slot(slot_mapping.long().clamp(min=-1))[tokens]",
+        "tokens = tokens.clone()",
+        WRITES,
     ),
     vllm(
         "unregister leaves something behind",

@@ -1,7 +1,6 @@
 """Stands in for upstream's: V1 or V2 by its rule, scratch for partitions of 512 tokens."""
 
 import torch
-
 from vllm import _custom_ops as ops
 
 
