@@ -99,7 +99,7 @@ class PagedCache(DynamicCache):
         """The state of rows of which no forward pass is known."""
         self.finished = [False] * len(self.seq_ids)
         # The position of each row's first token. -1 where it isn't known, because the row is new.
-        self.first = torch.tensor([-1 + bool(n) for n in self.held], device="cpu")
+        self.first = [0 if held else -1 for held in self.held]
         self.current_pass: ForwardPass | None = None
         self.updated, self.is_whole, self.is_broken = set(), True, False  # of the last pass
 
@@ -153,7 +153,7 @@ class PagedCache(DynamicCache):
             self.pool.free(copy)
         self.finished = [self.finished[source] for source in sources]
         self.held = [self.held[source] for source in sources]
-        self.first = self.first[sources]
+        self.first = [self.first[source] for source in sources]
 
     def update_conv_state(self, conv_states: Tensor, layer_idx: int, *args, **kwargs) -> Tensor:
         """As DynamicCache's, which holds the state of layers of another kind."""
@@ -167,6 +167,7 @@ class PagedCache(DynamicCache):
         self.begin_update("recurrent", layer_idx, *args, *kwargs.items())
         return super().update_recurrent_state(recurrent_states, layer_idx, *args, **kwargs)
 
+    @torch.compiler.disable
     def begin_update(self, *what: object) -> None:
         """Note that a layer is about to store something.
 

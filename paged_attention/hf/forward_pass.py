@@ -24,11 +24,13 @@ class ForwardPass:
     The tokens count from `commit` on. Until then nobody else reads them.
 
     Args:    is_new: (rows, q_len), bool, on the CPU. True where a column is a token to be stored
-             first: (rows,), the position of each row's first token
+             first: the position of each row's first token, for the next pass
     Raises:  OutOfBlocks: the pool can't hold them. Nothing is changed
     """
 
-    def __init__(self, pool: PagedKVCache, seq_ids: list, is_new: Tensor, first: Tensor) -> None:
+    def __init__(
+        self, pool: PagedKVCache, seq_ids: list, is_new: Tensor, first: list[int]
+    ) -> None:
         self._pool, self._seq_ids, self.counts = pool, seq_ids, is_new.sum(dim=1).tolist()
         self.first, self.written = first, set()  # written: the numbers of layers that are done
         slots = pool.reserve_all(seq_ids, self.counts)

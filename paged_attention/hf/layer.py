@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,16 +10,13 @@ from transformers.cache_utils import CacheLayerMixin
 
 from paged_attention.hf.keywords import NAME
 
-if TYPE_CHECKING:
-    from paged_attention.hf.cache import PagedCache
-
 
 class PagedLayer(CacheLayerMixin):
-    """One attention layer of a PagedCache, and its number among the pool's layers."""
+    """One attention layer of a PagedCache, `cache`, and its number among the pool's layers."""
 
     is_croppable = True
 
-    def __init__(self, cache: PagedCache, number: int) -> None:
+    def __init__(self, cache: Any, number: int) -> None:
         super().__init__()
         self.cache, self.number = cache, number
 

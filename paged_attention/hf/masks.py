@@ -111,8 +111,8 @@ def new_tokens(is_token: Tensor, q_len: int, held: Tensor, live: Tensor) -> Tens
 
 
 def first_positions(
-    position_ids: Tensor, is_new: Tensor, held: Tensor, first: Tensor, columns: int
-) -> Tensor:
+    position_ids: Tensor, is_new: Tensor, held: Tensor, first: list[int], columns: int
+) -> list[int]:
     """The position of each row's first token, after a check that the new ones go on from there.
 
     A text begins at 0 or, because models count so by themselves, at the number of columns that are
@@ -120,23 +120,24 @@ def first_positions(
 
     Args:    position_ids: (rows or 1, q_len), as the model has them
              is_new: as `new_tokens` returns it;  held: as there
-             first: (rows,), what it is. -1 where it isn't known yet, because the row is new
+             first: what it is, of each row. -1 if it isn't known yet, because the row is new
              columns: how many were there before this pass
-    Returns: (rows,), -1 where it still isn't known
+    Returns: as first
     Raises:  ValueError: position_ids begin again, jump, or don't go on from what is held
     """
     position_ids = position_ids.expand(is_new.shape)
     index = is_new.int().argmax(dim=1)
     start = position_ids.gather(1, index[:, None]).squeeze(1)
     start = torch.where(start == columns + index, start, 0)
-    first = torch.where((first < 0) & is_new.any(dim=1), start, first)
-    right = first[:, None] + held[:, None] + is_new.cumsum(dim=1) - 1
+    known = torch.tensor(first, dtype=torch.int64, device="cpu")
+    known = torch.where((known < 0) & is_new.any(dim=1), start, known)
+    right = known[:, None] + held[:, None] + is_new.cumsum(dim=1) - 1
     wrong = ((position_ids != right) & is_new).any(dim=1)
     for row in wrong.nonzero().flatten().tolist():
         got = position_ids[row][is_new[row]].tolist()
         rule = f"{right[row][is_new[row]][0]} and on, each 1 more than the one before"
         refuse(f"position_ids[{row}]", rule, f"{str(got[:8])}{AGAIN}")
-    return first
+    return known.tolist()
 
 
 AGAIN = " (with use_cache=False, generate sends the whole text again)"

@@ -154,6 +154,16 @@ def test_a_pool_of_another_model_is_refused(llama):
     assert cache.pool.num_free_blocks == 4
 
 
+def test_a_cache_leaves_inference_mode_with_what_it_holds(llama):
+    cache = begin(llama, "ab")
+    with torch.inference_mode():
+        forward(llama, cache, [[5, 6], [7, 8]])
+    cache.crop(-1)
+    cache.finish(1)
+    assert_near(forward(llama, cache, [[9], [0]])[:1], judged(llama, [[5, 9]]))
+    cache.reset()
+
+
 # -- dtypes and surroundings
 
 

@@ -146,7 +146,7 @@ def outcome(family):
     try:
         config = config_of(family)
         if config is None:
-            return "another's", ""
+            return "language models of other families, and more", ""
         hf.kv_pool(config, 1)
     except NotImplementedError as refusal:
         return "refused", str(refusal).split(": ", 1)[1]
@@ -180,7 +180,7 @@ def outcome(family):
 
 
 def brief(error):
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:150]
+    return textwrap.shorten(f"{type(error).__name__}: {error}", 150)
 
 
 def main(families):
@@ -194,12 +194,13 @@ def main(families):
         found[heading]["" if heading == "right" else why].append(f"`{family}`")
     if families:
         return
-    print(f"transformers {transformers.__version__}")
-    for heading, reasons in found.items():
-        print(f"\n{heading}: {sum(map(len, reasons.values()))}\n")
+    print(f"### transformers {transformers.__version__}")
+    for heading, reasons in sorted(found.items(), reverse=True):
+        print(f"\n**{heading.capitalize()}**: {sum(map(len, reasons.values()))}\n")
         for why, names in reasons.items():
             text = f"- {why}: {', '.join(names)}" if why else ", ".join(names)
-            print(textwrap.fill(text, 118, subsequent_indent="  " if why else ""))
+            indent = "  " if why else ""
+            print(textwrap.fill(text, 118, subsequent_indent=indent, break_on_hyphens=False))
     assert "WRONG" not in found
 
 
