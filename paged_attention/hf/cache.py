@@ -155,11 +155,13 @@ class PagedCache(DynamicCache):
         self.held = [self.held[source] for source in sources]
         self.first = [self.first[source] for source in sources]
 
+    @torch.compiler.disable
     def update_conv_state(self, conv_states: Tensor, layer_idx: int, *args, **kwargs) -> Tensor:
         """As DynamicCache's, which holds the state of layers of another kind."""
         self.begin_update("conv", layer_idx, *args, *kwargs.items())
         return super().update_conv_state(conv_states, layer_idx, *args, **kwargs)
 
+    @torch.compiler.disable
     def update_recurrent_state(
         self, recurrent_states: Tensor, layer_idx: int, *args, **kwargs
     ) -> Tensor:
@@ -167,7 +169,6 @@ class PagedCache(DynamicCache):
         self.begin_update("recurrent", layer_idx, *args, *kwargs.items())
         return super().update_recurrent_state(recurrent_states, layer_idx, *args, **kwargs)
 
-    @torch.compiler.disable
     def begin_update(self, *what: object) -> None:
         """Note that a layer is about to store something.
 

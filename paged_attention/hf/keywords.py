@@ -17,39 +17,25 @@ from torch import Tensor
 NAME = "paged_attention"  # of the attention and the mask, as transformers knows them
 
 # `attention` reads these itself. It passes them to the kernel, or holds them against the cache.
-HEEDED = {"attention_mask", "position_ids", "s_aux", "scaling", "sliding_window", "softcap"}
+HEEDED = "attention_mask position_ids s_aux scaling sliding_window softcap".split()
 
 # Served with these values. Another value would change the result, so it is refused by name.
-SERVED = {
-    "block_indices": (None,),
-    "cu_seq_lens_k": (None,),
-    "cu_seq_lens_q": (None,),
+NONE_ONLY = """
+    block_indices cu_seq_lens_k cu_seq_lens_q encoder_attention_mask encoder_hidden_states
+    head_mask indices max_length_k max_length_q position_bias seq_idx sinks
+""".split()
+SERVED = dict.fromkeys(NONE_ONLY, (None,)) | {
     "dropout": (0,),
-    "encoder_attention_mask": (None,),
-    "encoder_hidden_states": (None,),
-    "head_mask": (None,),
-    "indices": (None,),
     "is_causal": (None, True),
-    "max_length_k": (None,),
-    "max_length_q": (None,),
     "output_attentions": (None, False),
-    "position_bias": (None,),
-    "seq_idx": (None,),
-    "sinks": (None,),
     "use_cache": (None, True),
 }
 
 # For other parts of a model. They change nothing in attention.
-WITHOUT_EFFECT = {
-    "cache_position",
-    "deterministic",
-    "labels",
-    "logits_to_keep",
-    "num_items_in_batch",
-    "output_hidden_states",
-    "output_router_logits",
-    "return_dict",
-}
+WITHOUT_EFFECT = """
+    cache_position deterministic labels logits_to_keep num_items_in_batch output_hidden_states
+    output_router_logits return_dict
+""".split()
 
 
 def check_keywords(given: dict[str, object], module: object, unknown: set[str]) -> None:

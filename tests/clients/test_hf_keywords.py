@@ -19,7 +19,7 @@ NOT_FALSE_OF = {"use_cache"}  # only models that pass it on mean it; see PUB-29
 
 
 def known():
-    return HEEDED | SERVED.keys() | WITHOUT_EFFECT
+    return {*HEEDED, *SERVED, *WITHOUT_EFFECT}
 
 
 def test_no_keyword_has_two_fates():
