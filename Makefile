@@ -23,7 +23,7 @@ UNIT_TESTS := tests/kernel tests/stages tests/cost tests/measure tests/test_cach
               tests/clients/test_vllm_scratch.py tests/clients/test_vllm_surroundings.py \
               tests/clients/test_vllm_writes.py
 
-.PHONY: help run device test test-model test-vllm fuzz accuracy lab notebooks figures lint test-oldest clean
+.PHONY: help run device test test-model test-transformers test-vllm fuzz accuracy lab notebooks figures lint test-oldest clean
 
 ifeq ($(strip $(VENV)),)
 $(error VENV is empty: name a folder, or none)
@@ -67,9 +67,10 @@ help:
 	@echo "make figures      redraw every figure from the JSON beside it"
 	@echo "make lint         ruff check and format, and the type checker"
 	@echo "make test-oldest  unit tests on torch 2.1.2 and numpy 1 (a large download)"
+	@echo "make test-transformers  what serves transformers, on the oldest version that is served; and all families"
 	@echo "make test-vllm    the plugin in vLLM's own wheels, on a CPU (a large download)"
-	@echo "make clean        remove .venv, .venv-oldest, .venv-vllm-* and caches"
-	@echo "VENV=none         the Python at hand, nothing installed (test-oldest and test-vllm have venvs of their own)"
+	@echo "make clean        remove .venv, .venv-oldest, .venv-transformers, .venv-vllm-* and caches"
+	@echo "VENV=none         the Python at hand, nothing installed (test-oldest, test-transformers and test-vllm have venvs of their own)"
 
 run: $(READY)
 	$(call need,torch numpy)
@@ -121,6 +122,11 @@ figures: $(READY)
 test-oldest: .venv-oldest/.installed
 	.venv-oldest/bin/python -m pytest $(UNIT_TESTS)
 
+test-transformers: .venv-transformers/.installed
+	.venv-transformers/bin/python -m pytest tests/clients/test_hf.py tests/clients/test_hf_*.py
+	PYTHONPATH=.:tests/support .venv-transformers/bin/python tests/tools/families.py
+	PYTHONPATH=.:tests/support $(PY) tests/tools/families.py
+
 test-vllm: $(VLLM:%=.venv-vllm-%/.installed)
 	set -e; for version in $(VLLM); do \
 		VLLM_VERSION=$$version .venv-vllm-$$version/bin/python -m pytest tests/tools/vllm_wheels.py; done
@@ -153,5 +159,14 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	.venv-vllm-$*/bin/python -m pip install --disable-pip-version-check --no-deps -e .
 	@touch $@
 
+# As with vLLM below, torch and pytest are those of $(PY).
+.venv-transformers/.installed: pyproject.toml $(READY)
+	$(call need,torch numpy pytest hypothesis)
+	$(call make_venv,.venv-transformers)
+	$(PY) -c "import sysconfig; print(sysconfig.get_path('purelib'))" > \
+		"$$(.venv-transformers/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/base.pth"
+	.venv-transformers/bin/python -m pip install --disable-pip-version-check 'transformers==4.57.0'
+	@touch $@
+
 clean:
-	rm -rf .venv .venv-oldest .venv-vllm-* .pytest_cache .ruff_cache .hypothesis build *.egg-info
+	rm -rf .venv .venv-oldest .venv-transformers .venv-vllm-* .pytest_cache .ruff_cache .hypothesis build *.egg-info

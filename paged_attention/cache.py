@@ -7,32 +7,16 @@ copied only when one of its owners is about to write to it.
 
 from __future__ import annotations
 
-import threading
-from collections import Counter
-from collections.abc import Hashable, Iterable
-from typing import NamedTuple
+from collections.abc import Hashable, Iterable, Sequence
 
 import torch
 from torch import Tensor
 
+from paged_attention.blocks import Blocks, OutOfBlocks
 from paged_attention.kernel import checks
 from paged_attention.kernel.layouts import Geometry, cache_shapes, tokens_of
-from paged_attention.kernel.partition import ceil_div
 
-
-class OutOfBlocks(RuntimeError):
-    """The pool has fewer free blocks than a step needs. Nothing was changed.
-
-    Example:
-        >>> PagedKVCache(1, 16, 2, 64).extend("a", 17)  # doctest: +ELLIPSIS
-        Traceback (most recent call last):
-        paged_attention.cache.OutOfBlocks: seq_ids ['a'] need 2 more blocks ... 1 of 1 are free
-    """
-
-
-class _Sequence(NamedTuple):
-    blocks: list[int]
-    num_tokens: int
+__all__ = ["OutOfBlocks", "PagedKVCache"]
 
 
 class PagedKVCache:
@@ -41,7 +25,8 @@ class PagedKVCache:
     Several threads may use one pool. No block is ever given to two of them.
 
     Args:    num_blocks, block_size, num_kv_heads, head_size: the pool's sizes. A block holds
-                   block_size tokens of every layer
+                   block_size tokens of every layer. num_kv_heads and head_size may be lists,
+                   with a number for each layer
              num_layers: each layer has tensors of its own. Block tables serve all layers
              dtype: float32, float16 or bfloat16
              layout: "vllm", "HND" or "NHD", as in `paged_attention`
@@ -65,43 +50,38 @@ class PagedKVCache:
         self,
         num_blocks: int,
         block_size: int,
-        num_kv_heads: int,
-        head_size: int,
+        num_kv_heads: int | Sequence[int],
+        head_size: int | Sequence[int],
         *,
         num_layers: int = 1,
         dtype: torch.dtype = torch.float32,
         device: str | torch.device = "cpu",
         layout: str = "HND",
     ) -> None:
-        self.geometry = Geometry(
-            checks.required_count("num_blocks", num_blocks, 0),
-            checks.required_count("block_size", block_size),
-            checks.required_count("num_kv_heads", num_kv_heads),
-            checks.required_count("head_size", head_size),
-        )
+        num_blocks = checks.required_count("num_blocks", num_blocks, 0)
+        block_size = checks.required_count("block_size", block_size)
         num_layers = checks.required_count("num_layers", num_layers)
+        heads = _of_each_layer("num_kv_heads", num_kv_heads, num_layers)
+        sizes = _of_each_layer("head_size", head_size, num_layers)
+        self.geometries = [Geometry(num_blocks, block_size, *both) for both in zip(heads, sizes)]
         if dtype not in checks.FLOATS:
             checks.refuse("dtype", "float32, float16 or bfloat16", dtype, TypeError)
-        self.layout = layout
-        key_shape, value_shape = cache_shapes(self.geometry, layout, dtype)
-        where = checks.checked_device(device)
+        self.layout, self.device = layout, checks.checked_device(device)
+        shapes = [cache_shapes(geometry, layout, dtype) for geometry in self.geometries]
+        memory = {"dtype": dtype, "device": self.device}
         with torch.inference_mode(False):  # or it couldn't be written to outside of it
-            self._keys = torch.zeros(num_layers, *key_shape, dtype=dtype, device=where)
-            self._values = torch.zeros(num_layers, *value_shape, dtype=dtype, device=where)
-        self._free = list(range(self.geometry.num_blocks))[::-1]  # the last one is taken first
-        self._owners = [0] * self.geometry.num_blocks
-        self._sequences: dict[Hashable, _Sequence] = {}
-        self._lock = threading.RLock()  # held while blocks change hands
+            self._keys = [torch.zeros(key_shape, **memory) for key_shape, _ in shapes]
+            self._values = [torch.zeros(value_shape, **memory) for _, value_shape in shapes]
+        self._blocks = Blocks(num_blocks, block_size)
 
-    def __getstate__(self) -> dict:
-        return {name: value for name, value in vars(self).items() if name != "_lock"}
-
-    def __setstate__(self, state: dict) -> None:
-        vars(self).update(state, _lock=threading.RLock())
+    @property
+    def geometry(self) -> Geometry:
+        """The sizes of the first layer. `geometries` has those of all."""
+        return self.geometries[0]
 
     @property
     def num_free_blocks(self) -> int:
-        return len(self._free)
+        return len(self._blocks.free)
 
     def key_cache(self, layer: int = 0) -> Tensor:
         """The layer's keys, the pool's own tensor in `layout`. IndexError: no such layer."""
@@ -131,21 +111,38 @@ class PagedKVCache:
         Raises:  OutOfBlocks: the pool can't hold them all. Nothing is changed
                  TypeError, ValueError: as extend, or seq_ids and num_tokens don't belong together
         """
+        seq_ids, counts = list(seq_ids), list(num_tokens)
+        with self._blocks.lock:
+            slots = self.reserve_all(seq_ids, counts)
+            self.advance_all(seq_ids, counts)
+        return slots
+
+    def reserve_all(self, seq_ids: Iterable[Hashable], num_tokens: Iterable[int]) -> Tensor:
+        """`extend_all`, but the sequences stay as long as they are until `advance_all`.
+
+        So nobody reads tokens that aren't written yet, or never will be because a step failed.
+        `truncate` gives blocks back that are reserved and not needed.
+        """
         seq_ids = list(seq_ids)
         counts = [checks.required_count("num_tokens", count, 0) for count in num_tokens]
         if len(counts) != len(seq_ids) or len(set(seq_ids)) != len(seq_ids):
             got = f"{seq_ids!r} and {counts}"
             checks.refuse("seq_ids", "different, as many as num_tokens", got)
-        with self._lock:
-            needed = self._blocks_needed(seq_ids, counts)
-            if needed > len(self._free):
-                raise OutOfBlocks(
-                    f"seq_ids {seq_ids!r} need {needed} more blocks for num_tokens={counts}, "
-                    f"but only {len(self._free)} of {self.geometry.num_blocks} are free"
-                )
-            slots = [self._extend(seq_id, count) for seq_id, count in zip(seq_ids, counts)]
+        with self._blocks.lock:
+            for block, copy in self._blocks.reserve(seq_ids, counts):
+                for cached in (*self._keys, *self._values):
+                    cached[copy] = cached[block]
+            slots = [self._slots(seq_id, count) for seq_id, count in zip(seq_ids, counts)]
         slots = torch.cat([torch.empty(0, dtype=torch.int64, device="cpu"), *slots])
-        return slots.to(self._keys.device)
+        return slots.to(self.device)
+
+    def advance_all(self, seq_ids: Iterable[Hashable], num_tokens: Iterable[int]) -> None:
+        """Count tokens that are written to the slots which `reserve_all` gave.
+
+        Raises:  ValueError: they weren't reserved. Nothing is changed
+        """
+        with self._blocks.lock:
+            self._blocks.advance(list(seq_ids), list(num_tokens))
 
     def write(self, key: Tensor, value: Tensor, slot_mapping: Tensor, layer: int = 0) -> None:
         """Store keys and values of one layer in the slots that `extend` gave.
@@ -155,15 +152,15 @@ class PagedKVCache:
         Raises:  TypeError, ValueError: the argument, its value, and what it should be. Nothing is
                  written
         """
-        num_blocks, block_size, num_kv_heads, head_size = self.geometry
         caches = self.key_cache(layer), self.value_cache(layer)
+        num_blocks, block_size, num_kv_heads, head_size = self.geometries[layer]
         checks.require_tensor("slot_mapping", slot_mapping, checks.INTS)
         if slot_mapping.dim() != 1:
             checks.refuse("slot_mapping", "(num_tokens,)", tuple(slot_mapping.shape))
         if len(slot_mapping) and slot_mapping.max() >= num_blocks * block_size:
             rule = f"below {num_blocks * block_size}, the slots of the pool"
             checks.refuse("slot_mapping", rule, int(slot_mapping.max()))
-        shape, device = (len(slot_mapping), num_kv_heads, head_size), self._keys.device
+        shape, device = (len(slot_mapping), num_kv_heads, head_size), self.device
         for name, tensor in (("key", key), ("value", value)):
             checks.require_floating(name, tensor)
             checks.require_tensor(name, tensor, shape=shape, device=device, like="slots and pool")
@@ -176,29 +173,24 @@ class PagedKVCache:
 
     def block_tables(self, seq_ids: Iterable[Hashable]) -> Tensor:
         """(len(seq_ids), most blocks any of them has), int32. Shorter rows are padded with -1."""
-        rows = [self._sequence(seq_id).blocks for seq_id in seq_ids]
+        rows = [self._blocks.sequence(seq_id).blocks for seq_id in seq_ids]
         longest = max(map(len, rows), default=0)
         padded = [blocks + [-1] * (longest - len(blocks)) for blocks in rows]
-        table = torch.tensor(padded, dtype=torch.int32, device=self._keys.device)
+        table = torch.tensor(padded, dtype=torch.int32, device=self.device)
         return table.view(len(rows), longest)
 
     def seq_lens(self, seq_ids: Iterable[Hashable]) -> Tensor:
         """(len(seq_ids),), int32, tokens."""
-        lens = [self._sequence(seq_id).num_tokens for seq_id in seq_ids]
-        return torch.tensor(lens, dtype=torch.int32, device=self._keys.device)
+        lens = [self._blocks.sequence(seq_id).num_tokens for seq_id in seq_ids]
+        return torch.tensor(lens, dtype=torch.int32, device=self.device)
 
     def fork(self, seq_id: Hashable, new_id: Hashable) -> None:
         """Let new_id begin as a copy of seq_id that shares its blocks.
 
         Raises:  KeyError: seq_id is unknown;  ValueError: new_id already exists
         """
-        with self._lock:
-            parent = self._sequence(seq_id)
-            if new_id in self._sequences:
-                checks.refuse("new_id", "new to the cache", repr(new_id))
-            for block in parent.blocks:
-                self._owners[block] += 1
-            self._sequences[new_id] = parent
+        with self._blocks.lock:
+            self._blocks.fork(seq_id, new_id)
 
     def truncate(self, seq_id: Hashable, num_tokens: int) -> None:
         """Forget a sequence's tokens past its first num_tokens.
@@ -208,24 +200,16 @@ class PagedKVCache:
         Raises:  KeyError: seq_id is unknown
                  TypeError, ValueError: num_tokens is not a whole number from 0 to the sequence's
         """
-        num_tokens = checks.required_count("num_tokens", num_tokens, 0)
-        with self._lock:
-            blocks, have = self._sequence(seq_id)
-            if num_tokens > have:
-                checks.refuse("num_tokens", f"at most the sequence's {have}", num_tokens)
-            kept = ceil_div(num_tokens, self.geometry.block_size)
-            self._sequences[seq_id] = _Sequence(blocks[:kept], num_tokens)
-            for block in reversed(blocks[kept:]):
-                self._release(block)
+        with self._blocks.lock:
+            self._blocks.truncate(seq_id, num_tokens)
 
     def free(self, seq_id: Hashable) -> None:
         """Forget a sequence. Blocks that nobody else owns return to the pool.
 
         Raises:  KeyError: seq_id is unknown
         """
-        with self._lock:
-            self.truncate(seq_id, 0)
-            del self._sequences[seq_id]
+        with self._blocks.lock:
+            self._blocks.remove(seq_id)
 
     def _layer(self, layer: int) -> int:
         layer = checks.required_count("layer", layer, 0)
@@ -233,48 +217,17 @@ class PagedKVCache:
             checks.refuse("layer", f"one of the cache's {len(self._keys)}", layer, IndexError)
         return layer
 
-    def _sequence(self, seq_id: Hashable) -> _Sequence:
-        if seq_id not in self._sequences:
-            raise KeyError(f"seq_id {seq_id!r} is not in the cache")
-        return self._sequences[seq_id]
-
-    def _blocks_needed(self, seq_ids: list[Hashable], counts: list[int]) -> int:
-        """How many blocks `_extend` will take for all of them."""
-        block_size, new, writers = self.geometry.block_size, 0, Counter()
-        for seq_id, count in zip(seq_ids, counts):
-            blocks, start = self._sequences.get(seq_id, _Sequence([], 0))
-            new += ceil_div(start + count, block_size) - len(blocks)
-            if count and start % block_size:
-                writers[blocks[-1]] += 1
-        # Every owner that writes to a shared block gets a copy, but the last one keeps the block.
-        return new + sum(min(n, self._owners[block] - 1) for block, n in writers.items())
-
-    def _extend(self, seq_id: Hashable, count: int) -> Tensor:
-        """The slots of count more tokens, (count,), on the CPU. There are blocks enough."""
+    def _slots(self, seq_id: Hashable, count: int) -> Tensor:
+        """Those of the next count tokens, for which there are blocks. (count,), on the CPU"""
+        blocks, start = self._blocks.sequence(seq_id)
         block_size = self.geometry.block_size
-        old, start = self._sequences.get(seq_id, _Sequence([], 0))
-        blocks, end = list(old), start + count
-        if count and start % block_size and self._owners[blocks[-1]] > 1:
-            blocks[-1] = self._copy_of(blocks[-1])
-        blocks += [self._take() for _ in range(ceil_div(end, block_size) - len(blocks))]
-        self._sequences[seq_id] = _Sequence(blocks, end)
-        positions = torch.arange(start, end, device="cpu")
+        positions = torch.arange(start, start + count, device="cpu")
         ids = torch.tensor(blocks, dtype=torch.int64, device="cpu")
         return ids[positions // block_size] * block_size + positions % block_size
 
-    def _take(self) -> int:
-        block = self._free.pop()
-        self._owners[block] = 1
-        return block
 
-    def _release(self, block: int) -> None:
-        self._owners[block] -= 1
-        if self._owners[block] == 0:
-            self._free.append(block)
-
-    def _copy_of(self, block: int) -> int:
-        copy = self._take()
-        self._keys[:, copy] = self._keys[:, block]
-        self._values[:, copy] = self._values[:, block]
-        self._release(block)
-        return copy
+def _of_each_layer(name: str, given: int | Sequence[int], num_layers: int) -> list[int]:
+    numbers = list(given) if isinstance(given, (list, tuple)) else [given] * num_layers
+    if len(numbers) != num_layers:
+        checks.refuse(name, f"one number, or one for each of {num_layers} layers", given)
+    return [checks.required_count(name, number) for number in numbers]

@@ -15,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from pools import LAYOUTS, NAN, empty_caches, load
 
 from paged_attention import OutOfBlocks, PagedKVCache, paged_attention
+from paged_attention.inputs import unpack
 
 HEADS, SIZE = 2, 8
 
@@ -303,6 +304,65 @@ def test_a_step_that_does_not_fit_extends_none_of_its_sequences():
         cache.seq_lens(["b"])
     append(cache, "b", [5] * 12)
     assert_holds(cache, "b", [5] * 12, 4)
+
+
+@pytest.mark.quick
+def test_reserved_tokens_count_once_they_are_written_and_nobody_sees_them_before():
+    cache = new_cache(6, 4)
+    append(cache, "a", [0, 1, 2])
+    slots = cache.reserve_all(["a", "b"], [6, 2])
+    assert cache.num_free_blocks == 2 and cache.seq_lens(["a", "b"]).tolist() == [3, 0]
+    cache.fork("a", "fork")  # without what is reserved
+    assert cache.block_tables(["fork"]).tolist() == [[0]]
+    cache.free("fork")
+    assert cache.reserve_all(["a", "b"], [6, 2]).equal(slots)  # the same blocks again
+    with pytest.raises(ValueError, match="num_tokens must be what was reserved for 'b', got 5"):
+        cache.advance_all(["a", "b"], [6, 5])
+    assert cache.seq_lens(["a", "b"]).tolist() == [3, 0]
+    cache.advance_all(["a", "b"], [6, 2])
+    assert cache.seq_lens(["a", "b"]).tolist() == [9, 2]
+
+
+@pytest.mark.quick
+def test_what_was_reserved_and_not_needed_comes_back():
+    cache = new_cache(4, 4)
+    append(cache, "a", [0, 1])
+    cache.fork("a", "b")
+    cache.reserve_all(["a"], [3])  # a copy of the shared block, and another one
+    assert cache.num_free_blocks == 1
+    cache.truncate("a", 2)
+    assert cache.num_free_blocks == 2
+    assert_holds(cache, "a", [0, 1], 4)
+    assert_holds(cache, "b", [0, 1], 4)
+    cache.reserve_all(["a"], [10])
+    cache.free("a")
+    assert cache.num_free_blocks == 3
+
+
+@pytest.mark.quick
+@in_each_layout
+def test_layers_may_have_heads_of_their_own(layout):
+    cache = PagedKVCache(4, 4, [2, 1], [8, 16], num_layers=2, layout=layout)
+    assert [geometry[2:] for geometry in cache.geometries] == [(2, 8), (1, 16)]
+    slots = cache.extend("a", 5)
+    written = []
+    for layer, (heads, size) in enumerate(((2, 8), (1, 16))):
+        key, value = torch.rand(5, heads, size), torch.rand(5, heads, size)
+        cache.write(key, value, slots, layer)
+        written.append((key, value))
+    cache.fork("a", "b")
+    cache.extend("b", 1)  # copies the last block, of each layer
+    for layer, pair in enumerate(written):
+        both = unpack(cache.key_cache(layer), cache.value_cache(layer), layout)
+        blocks = cache.block_tables(["b"])[0].long()
+        for held, right in zip(both, pair):
+            assert torch.equal(held[blocks].flatten(0, 1)[:5], right)
+    with pytest.raises(ValueError, match="key must be"):
+        cache.write(*written[0], slots, 1)
+    for name in ("num_kv_heads", "head_size"):
+        sizes = {"num_kv_heads": 1, "head_size": 8, name: [8, 8, 8]}
+        with pytest.raises(ValueError, match=f"{name} must be one number, or one for each of 2"):
+            PagedKVCache(4, 4, **sizes, num_layers=2)
 
 
 @pytest.mark.quick

@@ -4,7 +4,7 @@ import pytest
 from hf_models import CACHE, awkward_pool, batch_of, greedy, hf, small_model, transformers
 
 from paged_attention import plan_decode
-from paged_attention.hf import attention as hf_attention
+from paged_attention.hf import forward_pass
 
 HYBRID = ["linear_attention", "full_attention", "linear_attention", "full_attention"]
 SLIDING = ["sliding_attention", "full_attention", "sliding_attention"]
@@ -87,7 +87,7 @@ def test_a_lost_option_would_be_seen(kind, option, monkeypatch):
             options.pop(option, None)
             return self.plan.run(*tensors, **options)
 
-    monkeypatch.setattr(hf_attention, "plan_decode", Forgetful)
+    monkeypatch.setattr(forward_pass, "plan_decode", Forgetful)
     assert difference(kind)[0] > 1e-2
 
 

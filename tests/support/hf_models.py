@@ -52,7 +52,7 @@ def awkward_pool(model, num_blocks, block_size=16, **more):
     for seq_id in order:
         pool.free(seq_id)
     for cache in (pool.key_cache, pool.value_cache):
-        for layer in range(len(pool._keys)):
+        for layer in range(len(pool.geometries)):
             cache(layer).fill_(NAN)
     return pool
 

@@ -471,39 +471,51 @@ cache = of("paged_attention/", CACHE_TESTS + " -k 'not AgainstAModel'", CACHE_TE
 CACHE = [
     cache(
         "freeing a fork gives its parent's blocks back",
-        "cache.py",
+        "blocks.py",
         "if self._owners[block] == 0:",
         "if self._owners[block] >= 0:",
     ),
     cache(
         "a fork doesn't count as an owner",
-        "cache.py",
+        "blocks.py",
         "self._owners[block] += 1",
         "self._owners[block] += 0",
     ),
     cache(
+        "a fork gets the blocks that its parent reserved, too",
+        "blocks.py",
+        "shared = blocks[: ceil_div(have, self.block_size)]",
+        "shared = list(blocks)",
+    ),
+    cache(
         "a step that lacks one block extends some of its sequences",
-        "cache.py",
-        "if needed > len(self._free):",
-        "if needed > len(self._free) + 1:",
+        "blocks.py",
+        "if needed > len(self.free):",
+        "if needed > len(self.free) + 1:",
     ),
     cache(
         "copies on write are not counted among the blocks that a step needs",
-        "cache.py",
+        "blocks.py",
         "return new + sum(min(n, self._owners[block] - 1) for block, n in writers.items())",
         "return new",
     ),
     cache(
         "a block shared by two is written to without a copy",
-        "cache.py",
-        "and self._owners[blocks[-1]] > 1:",
-        "and self._owners[blocks[-1]] > 2:",
+        "blocks.py",
+        "and self._owners[blocks[last]] > 1:",
+        "and self._owners[blocks[last]] > 2:",
     ),
     cache(
-        "a copy on write leaves out the values of all layers but the first",
+        "reserved tokens count at once",
+        "blocks.py",
+        "for _ in range(more)], start)",
+        "for _ in range(more)], start + count)",
+    ),
+    cache(
+        "a copy on write leaves out the values",
         "cache.py",
-        "self._values[:, copy] = self._values[:, block]",
-        "self._values[0, copy] = self._values[0, block]",
+        "for cached in (*self._keys, *self._values):",
+        "for cached in (*self._keys,):",
         CACHE_TESTS + " -k 'not AgainstAModel'",
         CACHE_TESTS,
         "tests/clients/test_hf.py",
@@ -852,25 +864,27 @@ VLLM = [
     ),
 ]
 
-model = of("paged_attention/hf/", "tests/clients/test_hf.py")
+CASES = "tests/clients/test_hf_field_cases.py"
+ODD = "tests/clients/test_hf_odd_orders.py"
+model = of("paged_attention/hf/", "tests/clients/test_hf.py", CASES, ODD)
 FAMILIES = "tests/clients/test_hf_families.py -k logits_of_a_ragged"
 HF = [
     model(
         "padding is written and seen",
-        "attention.py",
+        "masks.py",
         "    new = is_token[:, -q_len:]\n",
         "    new = is_token[:, -q_len:] | True\n",
     ),
     model(
         "a prompt's first piece sees what follows it",
-        "attention.py",
+        "forward_pass.py",
         "lens = (self.lens - (q_len - end)).clamp_min_(0)",
         "lens = self.lens.clone()",
         "tests/clients/test_hf_smollm2.py",
     ),
     model(
         "a model's window is dropped",
-        "attention.py",
+        "forward_pass.py",
         "window=window,",
         "window=None,",
         FAMILIES,
@@ -885,8 +899,85 @@ HF = [
     model(
         "a row that finished keeps its blocks",
         "cache.py",
-        "        self._empty(self.seq_ids[row])",
-        "        pass",
+        "        self._keep(row, 0)\n\n    def reset",
+        "        pass\n\n    def reset",
+    ),
+    model(
+        "a forward pass counts before its last layer has attended",
+        "cache.py",
+        "if len(this_pass.written) == len(self.pool.geometries) and",
+        "if len(this_pass.written) and",
+        CASES + " -k pub_27",
+    ),
+    model(
+        "a pass that broke off keeps its blocks",
+        "cache.py",
+        "                self.current_pass.roll_back()",
+        "                pass",
+        CASES + " -k pub_27",
+    ),
+    model(
+        "a pass that broke off is continued",
+        "cache.py",
+        "self.updated, self.is_whole, self.current_pass = set(), False, None",
+        "self.updated, self.is_whole = set(), False",
+        CASES,
+    ),
+    model(
+        "states of other layers are taken for whole after a pass that broke off",
+        "cache.py",
+        "self.is_whole, self.is_broken = True, self.has_other_layers",
+        "self.is_whole, self.is_broken = True, False",
+        CASES + " -k another_kind",
+    ),
+    model(
+        "a row that somebody else made longer goes on",
+        "cache.py",
+        "if have != self.held:",
+        "if len(have) != len(self.held):",
+        ODD,
+    ),
+    model(
+        "values that the cache wasn't given are read",
+        "attention.py",
+        'or getattr(value, "paged_layer", None) is not layer:',
+        "or False:",
+        CASES + " -k pub_28",
+    ),
+    model(
+        "positions that jump are taken",
+        "masks.py",
+        "wrong = ((position_ids != right) & is_new).any(dim=1)",
+        "wrong = ((position_ids < right) & is_new).any(dim=1)",
+        CASES + " -k pub_33",
+    ),
+    model(
+        "a text may begin at any position",
+        "masks.py",
+        "start = torch.where(start == columns + index, start, 0)",
+        "start = start + 0",
+        CASES + " -k pub_33",
+    ),
+    model(
+        "chunks are taken for a window",
+        "masks.py",
+        "is_plain = _is_causal(mask_function, local_size)",
+        "is_plain = True",
+        "tests/clients/test_hf.py",
+    ),
+    model(
+        "crop leaves the columns as they were counted",
+        "cache.py",
+        "        self.columns -= fewer\n",
+        "",
+        CASES + " -k pub_37",
+    ),
+    model(
+        "a layer that shares keys attends from the wrong positions",
+        "attention.py",
+        "this_pass.pieces(num_heads, q_len, mask.window, geometry)",
+        "this_pass.pieces(num_heads, columns, mask.window, geometry)",
+        CASES + " -k pub_34",
     ),
 ]
 
