@@ -33,7 +33,7 @@ class CausalMask:
         return replace(self, last=-queries.start or None)
 
     def __getattr__(self, name: str) -> object:
-        raise AttributeError(f"{NAME} serves no model that computes with its mask (.{name})")
+        raise AttributeError(f"{NAME} has no mask of numbers, and the model asks for its .{name}")
 
 
 @torch.compiler.disable
