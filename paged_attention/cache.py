@@ -141,8 +141,9 @@ class PagedKVCache:
 
         Raises:  ValueError: they weren't reserved. Nothing is changed
         """
+        counts = [checks.required_count("num_tokens", count, 0) for count in num_tokens]
         with self._blocks.lock:
-            self._blocks.advance(list(seq_ids), list(num_tokens))
+            self._blocks.advance(list(seq_ids), counts)
 
     def write(self, key: Tensor, value: Tensor, slot_mapping: Tensor, layer: int = 0) -> None:
         """Store keys and values of one layer in the slots that `extend` gave.

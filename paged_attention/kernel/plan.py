@@ -77,7 +77,7 @@ def plan_decode(
         >>> [(wave.num_items, wave.width) for wave in plan.schedule.waves]
         [(2, 1024), (1, 960), (1, 48)]
         >>> plan.partition_size, plan.workspace_bytes
-        (1024, 1223552)
+        (1024, 1225920)
     """
     shape = StepShape(
         required_count("num_heads", num_heads),
@@ -102,10 +102,9 @@ def plan_decode(
         lengths = planned_lengths(seq_lens, num_seqs, max_seq_len)
         return DecodePlan.exact(shape, layout, device, lengths, partition_size=partition_size)
     if num_seqs is None or max_seq_len is None:
-        given = f"{num_seqs!r} and {max_seq_len!r}"
-        refuse("num_seqs and max_seq_len", "given where seq_lens isn't", given)
-    bounds = [max_seq_len] * num_seqs
-    return DecodePlan.capacity(shape, layout, device, bounds, partition_size=partition_size)
+        refuse("num_seqs, max_seq_len", "given without seq_lens", f"{num_seqs}, {max_seq_len}")
+    lengths = [max_seq_len] * num_seqs
+    return DecodePlan.capacity(shape, layout, device, lengths, partition_size=partition_size)
 
 
 class DecodePlan:
@@ -226,8 +225,7 @@ class DecodePlan:
         if out is None:
             out = torch.empty_like(query, memory_format=torch.contiguous_format)
         else:
-            memory = dict(zip(["workspace"], workspace.tensors()))
-            check_out(out, query, given | memory)
+            check_out(out, query, given | dict(zip(["workspace"], workspace.tensors())))
         lse = query.new_empty(query.shape[:-1], dtype=torch.float32) if return_lse else None
         step = Step(self.schedule, call.options, workspace.bind(self.buffers, query))
         execute(step, call, out, lse)
@@ -246,8 +244,7 @@ class DecodePlan:
                 refuse(name, rule, f"{have}: {tuple(getattr(inputs, name).shape)}")
         longest, num_blocks = schedule.longest, call.geometry.num_blocks
         if not schedule.is_capacity and longest and (call.covered < longest or not num_blocks):
-            columns = (
-                f"{inputs.block_tables.shape[1]} columns x block size {self.shape.block_size}"
-            )
+            columns = inputs.block_tables.shape[1]
             rule = f"wide enough for the plan's longest sequence, {longest} tokens"
-            refuse("block_tables", rule, f"{columns} = {call.covered} in {num_blocks} blocks")
+            got = f"{columns} columns, which cover {call.covered}, and {num_blocks} blocks"
+            refuse("block_tables", rule, got)
