@@ -17,6 +17,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import paged_attention
+from paged_attention.cost import PROFILES
+from paged_attention.kernel.plan import DecodePlan
+from paged_attention.kernel.shape import StepShape
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = "docs", "figures", "notebooks", "paged_attention", "tests"
@@ -197,3 +200,14 @@ def test_performance_says_what_the_ladder_measured():
     first, _, second = (peer["seconds"] for peer in ragged["peers"])
     assert f"{first / second:.2f} times as long on a ragged batch of 16" in text
     assert data["date"].startswith("2026-11-30") and "30 November 2026" in text
+
+
+@pytest.mark.parametrize("page, partition_size", [("vllm", 512), ("performance", None)])
+def test_the_pages_say_what_a_step_takes_on_a_bi_v100(page, partition_size):
+    text = " ".join((ROOT / f"docs/{page}.md").read_text(encoding="utf-8").split())
+    layout = "vllm" if page == "vllm" else "HND"
+    sizes = {"partition_size": partition_size, "wave_budget": PROFILES["BI-V100"].wave_bytes}
+    for heads in ((24, 4), (6, 1)):
+        shape = StepShape(*heads, 256, 16, torch.float16, 1, None)
+        plan = DecodePlan.exact(shape, layout, torch.device("meta"), [100_000], **sizes)
+        assert f"{plan.workspace_bytes / 1e6:.0f} MB" in text
