@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from paged_attention.kernel.checks import INTS, refuse, require_tensor, required_count
-from paged_attention.kernel.workspace import is_traced
+from paged_attention.kernel.transforms import is_traced
 
 _checked = WeakIdKeyDictionary()  # mapping -> (its version, num_kv_heads), when it was right
 

@@ -34,6 +34,14 @@ runpy.run_module("paged_attention", run_name="__main__")
 """
 
 
+@pytest.fixture(autouse=True)
+def heeded_ctrl_c():
+    """A shell's background jobs ignore Ctrl-C, and what they start inherits that."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def start(folder, *options, shell="", **environment):
     """The command in this folder. `shell` is what a shell does with its streams, as in 2>&-."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), **environment}

@@ -18,6 +18,7 @@ The exit status is 0 if every part was fine, 1 if one wasn't, and 130 after Ctrl
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import signal
@@ -129,6 +130,8 @@ def result_of(part, log):
     env = {**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
     command = [sys.executable, *part.command]
     pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "cwd": ROOT}
+    # A shell's background jobs ignore Ctrl-C. A part heeds it all the same.
+    pipe["preexec_fn"] = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     start = time.monotonic()
     lines = []
     with log.open("w", encoding="utf-8") as file, subprocess.Popen(command, env=env, **pipe) as p:
