@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 MAX_WORK = 100_000  # candidate solutions that numpy may try, which takes some milliseconds
-shares_memory: Any = numpy.shares_memory  # its type hints know no limit but two
+shares_memory: Any = numpy.shares_memory  # its type hints allow two limits only
 
 
 class _Addresses:

@@ -32,7 +32,7 @@ def require_tensor(
     """Check that an argument is a dense tensor, and whatever else is given.
 
     Args:    dtypes: of which it must have one
-             like: whose shape and device these are
+             like: the argument that has this shape and device, for the message
     Raises:  TypeError: no dense tensor, or another dtype;  ValueError: another shape or device
     """
     if not isinstance(tensor, Tensor):

@@ -14,8 +14,8 @@ def accelerator_wave(memory: int) -> int:
 
     A wave costs launches, so larger waves are faster, and only memory limits them. K as float32
     gets half of what a wave may take. V comes to the same place afterwards. The other half is for
-    K as it was gathered, before it is converted, which takes three quarters as much with an fp8
-    cache, and for the logits.
+    the logits, and for K before it is converted. With an fp8 cache that takes three quarters of
+    what K as float32 takes.
     """
     return min(MOST_MEMORY, memory // SHARE_OF_MEMORY) // 2
 

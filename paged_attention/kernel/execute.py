@@ -52,8 +52,8 @@ def _scale_query(step: Step, query: Tensor) -> None:
         factor = step.buffers.factor(shape.num_kv_heads).copy_(factor)
     assert options.scale is not None
     factor *= options.scale
-    scaled.copy_(_by_head(query, 3))  # reads query once, writes it twice
-    _multiply(step, scaled, factor)
+    scaled.copy_(_by_head(query, 3))  # reads query, writes its copy
+    _multiply(step, scaled, factor)  # reads and writes the copy
 
 
 def _write_result(

@@ -16,8 +16,8 @@ from .step import Step
 from .transforms import is_traced
 from .workspace import Buffer
 
-# Without data, torch 2.1's index_select gives `out` the shape of its source. So on meta it gets a
-# source of the right shape, because only shapes matter there, and a tracer sees a copy.
+# On tensors without data, torch 2.1's index_select resizes `out` to its source's shape. So on meta
+# the source is given the shape of `out`, and under a tracer the result is copied into `out`.
 _META_RESIZES_OUT = torch.__version__.startswith("2.1.")
 
 
@@ -65,7 +65,7 @@ def _rows(step: Step, tokens: Tensor, buffer: Buffer) -> CacheRows:
     steps = [step // row_stride for step in steps]
     num_rows = 1 + sum((n - 1) * step for n, step in zip(sizes, steps))
     rows = tokens.as_strided((num_rows, *sizes[outer:]), (row_stride, *strides[outer:]))
-    # With one block only, any other id must lead outside of the rows, too.
+    # With one block only, its step is num_rows, so that any id but 0 leads outside of the rows.
     block_step = steps[0] if sizes[0] > 1 else num_rows
     return CacheRows(rows, block_step, _offsets(step, steps[1:], buffer))
 

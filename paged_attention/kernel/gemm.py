@@ -8,8 +8,8 @@ def padded(columns: int) -> int:
     """The number of columns of a product's result, rounded up to a multiple of 16.
 
     MKL cuts matrices where it has more threads than matrices, and on some CPUs it adds up a row in
-    another order if that begins at an odd address. A row's result would then depend on the other
-    matrices of the batch. With 16 columns, which are 64 bytes, it never did.
+    another order if that begins at an unaligned address. A row's result would then depend on the
+    other matrices of the batch. With 16 columns, which are 64 bytes, it never did.
     """
     return -(-columns // 16) * 16
 

@@ -3,7 +3,7 @@ and zeros for the values that no query sees.
 
 All of it follows from one number, the distance from a key to a query, which is the query's
 position less the key's. A causal query sees keys at distances of 0 and more. A window ends at a
-distance. ALiBi is a slope times the distance.
+distance. ALiBi takes a slope times the distance off a logit.
 """
 
 from typing import NamedTuple

@@ -6,8 +6,9 @@ Attention over a set of keys is a reduction. What a partition has seen is kept a
     s     sum of exp(logit - m)                      (0 when no key was seen)
     acc   sum of exp(logit - m) * value              (0 when no key was seen)
 
-States are float32. acc and s lie side by side as one matrix, [acc | s], so that one matrix product
-reduces both. Columns that only align the rows may hold anything.
+States are float32, and an m of -inf is kept as LOWEST. acc and s lie side by side as one matrix,
+[acc | s], so that one matrix product reduces both. Columns that only align the rows may hold
+anything.
 
 Two states merge by bringing both to the larger maximum and adding. The merge is associative and
 commutative, and the empty state (-inf, 0, 0) is its identity. So a sequence may be cut anywhere,

@@ -82,10 +82,10 @@ def even_shares(num_tiles: int, max_workers: int) -> list[tuple[int, int]]:
     blocks, and max_workers what the grid is limited to.
 
     Returns: a list of (first tile, tile past the last), the bigger shares first
-    Source:  NVIDIA CCCL, cub/grid/grid_even_share.cuh: GridEvenShare::DispatchInit gives every
-             worker num_tiles / workers tiles and counts num_tiles % workers big shares, which
-             BlockInit, where workers take consecutive tiles (GRID_MAPPING_RAKE), gives to the
-             first ones
+    Source:  NVIDIA CCCL, cub/grid/grid_even_share.cuh. GridEvenShare::DispatchInit gives each
+             worker num_tiles / workers tiles. The tiles left over make as many shares larger by
+             one. BlockInit gives these to the first workers, where workers take consecutive
+             tiles (GRID_MAPPING_RAKE)
     """
     workers = min(num_tiles, max_workers)
     if workers == 0:

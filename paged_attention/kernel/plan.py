@@ -152,7 +152,7 @@ class DecodePlan:
     def capacity(
         cls, shape: StepShape, layout: str, device: torch.device, bounds: list[int], **more: Any
     ) -> "DecodePlan":
-        """A plan for any lengths up to these, each of which is its sequence's bound."""
+        """A plan for any lengths up to `bounds`, one for each sequence."""
         return cls(shape, layout, device, bounds, is_capacity=True, **more)
 
     @property

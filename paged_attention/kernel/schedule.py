@@ -25,7 +25,7 @@ class Wave(NamedTuple):
     blocks: slice  # among all of the schedule's blocks
     seqs: Tensor  # (items,), int64, the sequence of each item
     state_rows: Tensor  # (items * num_rows,), int64, where the items' states belong
-    # Tokens from a slot to its sequence's end, which are its length less the slot's position.
+    # Tokens from a slot to its sequence's end: the sequence's length less the slot's position.
     min_tokens_from_last_slot: int  # the smallest over the wave, 0 or less where an item overhangs
     max_tokens_from_first_slot: int  # the largest over the wave
 
@@ -54,14 +54,14 @@ class ItemTable(NamedTuple):
 
 
 class Extent(NamedTuple):
-    """How much of everything a schedule has. What a wave has is that of its largest wave."""
+    """How many sequences, states, blocks and items a schedule has, and its largest wave."""
 
     num_seqs: int
     num_states: int
     num_blocks: int
     num_items: int
     wave_items: int
-    wave_tokens: int  # with each item's rounded up, as the columns of its logits are
+    wave_tokens: int  # each item's width is first rounded up, as its logits' columns are
     widest: int  # tokens of the widest item
     is_sorted: bool  # the merge takes the sequences in the batch's order
     is_capacity: bool
@@ -119,8 +119,8 @@ class Schedule:
         self.waves = self._waves(cut, spans)
         totals = len(lengths), sum(num_states) * shape.num_rows, len(self.block_seqs), len(columns)
         wave_items = max((wave.num_items for wave in self.waves), default=0)
-        wave_tokens = max((wave.num_items * padded(wave.width) for wave in self.waves), default=0)
-        of_a_wave = wave_items, wave_tokens, self.widest
+        most_tokens = max((wave.num_items * padded(wave.width) for wave in self.waves), default=0)
+        of_a_wave = wave_items, most_tokens, self.widest
         self.extent = Extent(*totals, *of_a_wave, is_sorted, is_capacity)
 
     def _make_ranges(self) -> None:

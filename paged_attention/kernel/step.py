@@ -37,7 +37,9 @@ class StepBuffers(Buffers):
         self.acc_s = declare(float32, num_states, columns)  # all states, in the order of the merge
         self.m = declare(float32, num_states)
         self.merge_weights = declare(float32, num_states)
-        self.merged_acc_s = declare(float32, seqs * rows + 1, 1, columns)  # one for batched_gemm
+        self.merged_acc_s = declare(
+            float32, seqs * rows + 1, 1, columns
+        )  # one row more for batched_gemm
         self.merged_m = declare(float32, seqs * rows)
         unsorted = 0 if is_sorted else seqs
         self.sorted_acc_s = declare(float32, unsorted, rows, columns)  # in the batch's order again
@@ -52,7 +54,7 @@ class StepBuffers(Buffers):
         self.sink_weight = declare(float32, seqs * rows)
         # which rows of the caches a wave gathers
         self.table_places = declare(int64, blocks)  # in the flattened block table
-        self.table_ids = declare(int64, blocks)  # block ids in the table's own dtype
+        self.table_ids = declare(int64, blocks)  # block ids, viewed in the table's own dtype
         self.block_ids = declare(int64, blocks)
         self.row_ids = declare(int64, tokens * kv_heads)
         self.key_offsets = declare(int64, kv_heads * shape.block_size)

@@ -1,7 +1,7 @@
 """What PyTorch may do with a call from outside: compile it, trace it, batch it, differentiate it.
 
-A call leads through Python's integers and through memory that is used again. So it is run as it
-is, or refused.
+A call turns lengths into Python's integers, and it uses memory again. PyTorch can't trace that. So
+a call is run as it is, or refused.
 """
 
 import functools

@@ -22,7 +22,7 @@ class Buffer:
     """
 
     __slots__ = ("dtype", "first_byte", "memory", "shape", "views")
-    memory: Tensor  # float32, with the views of it, both only in what `Buffers.lying_in` gives
+    memory: Tensor  # float32. Only what `Buffers.lying_in` gives has it and views of it
     views: dict[tuple, Tensor]
 
     def __init__(self, dtype: torch.dtype, shape: tuple[int, ...], first_byte: int) -> None:
