@@ -37,9 +37,8 @@ class StepBuffers(Buffers):
         self.acc_s = declare(float32, num_states, columns)  # all states, in the order of the merge
         self.m = declare(float32, num_states)
         self.merge_weights = declare(float32, num_states)
-        self.merged_acc_s = declare(
-            float32, seqs * rows + 1, 1, columns
-        )  # one row more for batched_gemm
+        # One row more, because batched_gemm needs room for two matrices.
+        self.merged_acc_s = declare(float32, seqs * rows + 1, 1, columns)
         self.merged_m = declare(float32, seqs * rows)
         unsorted = 0 if is_sorted else seqs
         self.sorted_acc_s = declare(float32, unsorted, rows, columns)  # in the batch's order again

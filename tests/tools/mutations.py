@@ -165,8 +165,8 @@ KERNEL = [
     kernel(
         "a k_scale that is a tensor is ignored",
         "execute.py",
-        "    _multiply(step, scaled, k_scale)",
-        "    pass",
+        "    factor = options.k_scale\n    if isinstance(factor, Tensor):",
+        "    factor = options.k_scale\n    if isinstance(factor, Tensor):\n        factor = 1.0\n    if isinstance(factor, Tensor):",  # noqa: E501
         FIELD_CASES + " -k fp8",
         DIFFERENTIAL,
     ),
@@ -290,10 +290,11 @@ KERNEL = [
         INVARIANCE,
     ),
     kernel(
-        "matrices begin anywhere, not at 16 bytes",
+        "a product has any number of columns",
         "gemm.py",
+        "return -(-columns // 16) * 16",
         "return -(-columns // 4) * 4",
-        "return columns",
+        INVARIANCE + " -k own_03",
         DIFFERENTIAL,
         ISOLATION,
     ),
@@ -315,8 +316,8 @@ KERNEL = [
     kernel(
         "fp8's NaN is 480",
         "fp8.py",
-        "eq_(0x7F), alpha=0x4000)",
-        "eq_(0x7F), alpha=0)",
+        "fp16_bits.add_(is_nan, alpha=0x4000)",
+        "fp16_bits.add_(is_nan, alpha=0)",
         INVARIANCE + " -k a_live_nan",
     ),
     # -- plan, workspace, surroundings
@@ -329,8 +330,8 @@ KERNEL = [
     kernel(
         "how a sequence is cut depends on its neighbours' number",
         "plan.py",
-        "min(PARTITION_SIZE, max(1, floats // kv_floats))",
-        "max(1, min(PARTITION_SIZE, floats // kv_floats) // max(1, len(lengths)))",
+        "partition_size = min(PARTITION_SIZE, wave_tokens)",
+        "partition_size = max(1, min(PARTITION_SIZE, wave_tokens) // max(1, len(lengths)))",
         ISOLATION,
     ),
     kernel(
@@ -440,7 +441,7 @@ KERNEL = [
     kernel(
         "out may lie over an input",
         "plan.py",
-        "check_out(out, query, call.inputs._asdict() | vars(call.options) | memory)",
+        'check_out(out, query, given | dict(zip(["workspace"], workspace.tensors())))',
         "check_out(out, query, {})",
         MALFORMED_OUT,
         MALFORMED,
@@ -459,8 +460,8 @@ KERNEL = [
     kernel(
         "out may lie in the workspace",
         "plan.py",
-        "vars(call.options) | memory)",
-        "vars(call.options))",
+        'given | dict(zip(["workspace"], workspace.tensors())))',
+        "given)",
         MALFORMED_OUT,
     ),
 ]

@@ -1,0 +1,16 @@
+"""The faults of `tests/tools/mutants.py` stay faults of the code as it is."""
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "tests/tools"))
+
+from mutations import FAULTS  # noqa: E402: it lies beside no test
+
+
+def test_each_fault_changes_one_place_of_its_file():
+    texts = {fault.file: (ROOT / fault.file).read_text(encoding="utf-8") for fault in FAULTS}
+    gone = {f.name for f in FAULTS if texts[f.file].count(f.old) != 1 or f.old == f.new}
+    assert not gone
+    assert len({fault.name for fault in FAULTS}) == len(FAULTS) > 100
