@@ -1,12 +1,10 @@
 """The faults of `tests/tools/mutants.py` stay faults of the code as it is."""
 
-import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "tests/tools"))
+from mutations import FAULTS
 
-from mutations import FAULTS  # noqa: E402: it lies beside no test
+ROOT = Path(__file__).parents[2]
 
 
 def test_each_fault_changes_one_place_of_its_file():
