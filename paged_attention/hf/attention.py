@@ -9,12 +9,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from paged_attention.hf.keywords import NAME, check_keywords, check_no_gradients
+from paged_attention.hf.keywords import NAME, check_keywords
 from paged_attention.hf.masks import CausalMask, check_mask
 from paged_attention.kernel.checks import refuse
+from paged_attention.kernel.transforms import refuse_gradients, uncompiled
 
 
-@torch.compiler.disable
+@uncompiled
 def attention(
     module: torch.nn.Module | None,
     query: Tensor,
@@ -47,7 +48,7 @@ def attention(
     cache, pool = layer.cache, layer.cache.pool
     check_keywords(others, module, cache.unknown_keywords)
     mask = check_mask(attention_mask, sliding_window)
-    check_no_gradients(query=query, key=key, value=value)
+    refuse_gradients({"query": query, "key": key, "value": value})
     query, key, value = (t.transpose(1, 2) for t in (query, key, value))
     (rows, q_len, num_heads, _), columns = query.shape, key.shape[1]
     if q_len != (mask.last or columns):

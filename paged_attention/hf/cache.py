@@ -17,6 +17,7 @@ from paged_attention.hf.layer import PagedLayer
 from paged_attention.hf.masks import causal_mask, first_positions, new_tokens
 from paged_attention.hf.models import attention_layers, text_config
 from paged_attention.kernel.checks import refuse
+from paged_attention.kernel.transforms import uncompiled
 
 
 def kv_pool(
@@ -155,13 +156,13 @@ class PagedCache(DynamicCache):
         self.held = [self.held[source] for source in sources]
         self.first = [self.first[source] for source in sources]
 
-    @torch.compiler.disable
+    @uncompiled
     def update_conv_state(self, conv_states: Tensor, layer_idx: int, *args, **kwargs) -> Tensor:
         """As DynamicCache's, which holds the state of layers of another kind."""
         self.begin_update("conv", layer_idx, *args, *kwargs.items())
         return super().update_conv_state(conv_states, layer_idx, *args, **kwargs)
 
-    @torch.compiler.disable
+    @uncompiled
     def update_recurrent_state(
         self, recurrent_states: Tensor, layer_idx: int, *args, **kwargs
     ) -> Tensor:

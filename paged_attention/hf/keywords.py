@@ -11,7 +11,6 @@ import inspect
 import sys
 import warnings
 
-import torch
 from torch import Tensor
 
 NAME = "paged_attention"  # of the attention and the mask, as transformers knows them
@@ -74,11 +73,3 @@ def _passes_on_use_cache(module_name: str) -> bool:
         return False
     calls = (n for n in ast.walk(tree) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name))
     return any(keyword.arg == "use_cache" for call in calls for keyword in call.keywords)
-
-
-def check_no_gradients(**tensors: Tensor) -> None:
-    """Raises:  NotImplementedError: autograd is on, and an input requires a gradient"""
-    for name, tensor in tensors.items():
-        if torch.is_grad_enabled() and tensor.requires_grad:
-            rule = "call the model under torch.no_grad() or torch.inference_mode()"
-            raise NotImplementedError(f"{name} requires gradients, and {NAME} has none: {rule}")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from paged_attention.hf.keywords import NAME
+from paged_attention.kernel.transforms import uncompiled
 
 
 class PagedLayer(CacheLayerMixin):
@@ -27,7 +27,7 @@ class PagedLayer(CacheLayerMixin):
             )
         return PagedLayer(memo[id(self.cache)], self.number)
 
-    @torch.compiler.disable
+    @uncompiled
     def update(
         self, key_states: Tensor, value_states: Tensor, *args, **kwargs
     ) -> tuple[Tensor, Tensor]:

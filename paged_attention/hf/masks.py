@@ -14,6 +14,7 @@ from torch import Tensor
 
 from paged_attention.hf.keywords import NAME
 from paged_attention.kernel.checks import refuse
+from paged_attention.kernel.transforms import uncompiled
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class CausalMask:
         raise AttributeError(f"{NAME} has no mask of numbers, and the model asks for its .{name}")
 
 
-@torch.compiler.disable
+@uncompiled
 def causal_mask(
     *args,
     attention_mask: Tensor | None = None,

@@ -11,7 +11,8 @@ Read it in the order of the data:
     step.py       every buffer, declared           (workspace.py: the memory they lie in)
     execute.py    a run: scale the query, Phase 1, Phase 2, merge the sink, write the result
     phase1.py     a wave at a time: gather K, logits, softmax, gather V, states
-                                                   (gather.py, fp8.py, mask.py)
+                                                   (gather.py, fp8.py; mask.py: what no query sees,
+                                                   NaN in V included)
     phase2.py     the states of a sequence -> one  (merge.py: the algebra; gemm.py)
 """
 
@@ -20,11 +21,13 @@ from .merge import merge_states
 from .partition import ceil_div, even_shares, waves, work_items
 from .phase1 import phase1
 from .plan import PARTITION_SIZE, DecodePlan, plan_decode
+from .shape import StepShape
 from .workspace import Workspace
 
 __all__ = [
     "PARTITION_SIZE",
     "DecodePlan",
+    "StepShape",
     "Workspace",
     "ceil_div",
     "even_shares",

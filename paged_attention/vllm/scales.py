@@ -9,7 +9,7 @@ from torch import Tensor
 
 from paged_attention.kernel.checks import refuse
 from paged_attention.kernel.options import LARGEST, SMALLEST
-from paged_attention.kernel.workspace import is_traced
+from paged_attention.kernel.transforms import is_traced
 
 
 class CacheOptions(NamedTuple):

@@ -194,7 +194,7 @@ def test_pub_29_a_family_whose_layers_always_say_so_is_served():
 def test_pub_30_gradients_are_refused_before_anything_is_written(llama):
     cache, ids = begin(llama), torch.tensor([[5, 6, 7, 8, 9, 10]])
     llama.train()
-    with pytest.raises(NotImplementedError, match="query requires gradients.*no_grad"):
+    with pytest.raises(ValueError, match="query must be detached.*no_grad.*no backward"):
         llama(ids, labels=ids, **{CACHE: cache}).loss.backward()
     llama.eval()
     assert cache.pool.num_free_blocks == 40

@@ -213,3 +213,10 @@ def test_a_stage_cell_that_equals_its_file_is_accepted():
 )
 def test_a_stage_that_is_missing_changed_or_taken_from_elsewhere_is_caught(cells):
     assert stage_faults(code_cells(notebook_of(*cells)), "my_stage", STAGE)
+
+
+@in_each_notebook
+def test_the_set_up_imports_from_eight_of_our_modules_at_most(path):
+    set_up = code_cells(path)[0]
+    imported = [n.module for n in ast.walk(set_up.tree) if isinstance(n, ast.ImportFrom)]
+    assert 0 < sum(name.partition(".")[0] == "paged_attention" for name in imported) <= 8
