@@ -28,7 +28,8 @@ class OutOfBlocks(RuntimeError):
 
 class Sequence(NamedTuple):
     blocks: list[int]  # those of its tokens, and those that it has reserved for more
-    num_tokens: int
+    num_tokens: int = 0
+    first_position: int = 0  # of its first token, as a model that counts padding has it
 
 
 class Blocks:
@@ -70,48 +71,52 @@ class Blocks:
             )
         copies = []
         for seq_id, count in zip(seq_ids, counts):
-            old, start = self._sequences.get(seq_id, Sequence([], 0))
-            blocks, (last, offset) = list(old), divmod(start, self.block_size)
+            old = self._sequences.get(seq_id, Sequence([]))
+            start, blocks = old.num_tokens, list(old.blocks)
+            last, offset = divmod(start, self.block_size)
             if count and offset and self._owners[blocks[last]] > 1:
                 copies.append((blocks[last], self._take()))
                 self._release(blocks[last])
                 blocks[last] = copies[-1][1]
             more = ceil_div(start + count, self.block_size) - len(blocks)
-            self._sequences[seq_id] = Sequence(blocks + [self._take() for _ in range(more)], start)
+            blocks += [self._take() for _ in range(more)]
+            self._sequences[seq_id] = old._replace(blocks=blocks)
         return copies
 
-    def advance(self, seq_ids: list[Hashable], counts: list[int]) -> None:
+    def advance(self, seq_ids: list[Hashable], counts: list[int], firsts: list[int]) -> None:
         """Count tokens for which blocks were reserved.
+
+        Args:    firsts: the position of each sequence's first token
 
         Raises:  ValueError: a sequence has no blocks for them. Nothing is changed
         """
         old = [self.sequence(seq_id) for seq_id in seq_ids]
-        for seq_id, count, (blocks, start) in zip(seq_ids, counts, old):
+        for seq_id, count, (blocks, start, _) in zip(seq_ids, counts, old):
             if start + count > len(blocks) * self.block_size:
                 refuse("num_tokens", f"what was reserved for {seq_id!r}", count)
-        for seq_id, count, (blocks, start) in zip(seq_ids, counts, old):
-            self._sequences[seq_id] = Sequence(blocks, start + count)
+        for seq_id, count, (blocks, start, _), first in zip(seq_ids, counts, old, firsts):
+            self._sequences[seq_id] = Sequence(blocks, start + count, first)
 
     def truncate(self, seq_id: Hashable, num_tokens: int) -> None:
         """Forget the tokens past the first num_tokens, and the blocks that held only those."""
-        blocks, have = self.sequence(seq_id)
+        blocks, have, first = self.sequence(seq_id)
         num_tokens = required_count("num_tokens", num_tokens, 0)
         if num_tokens > have:
             refuse("num_tokens", f"at most the sequence's {have}", num_tokens)
         kept = ceil_div(num_tokens, self.block_size)
-        self._sequences[seq_id] = Sequence(blocks[:kept], num_tokens)
+        self._sequences[seq_id] = Sequence(blocks[:kept], num_tokens, first if num_tokens else 0)
         for block in reversed(blocks[kept:]):
             self._release(block)
 
     def fork(self, seq_id: Hashable, new_id: Hashable) -> None:
         """Let new_id own the blocks that hold seq_id's tokens, too."""
-        blocks, have = self.sequence(seq_id)
+        blocks, have, first = self.sequence(seq_id)
         if new_id in self._sequences:
             refuse("new_id", "new to the cache", repr(new_id))
         shared = blocks[: ceil_div(have, self.block_size)]
         for block in shared:
             self._owners[block] += 1
-        self._sequences[new_id] = Sequence(shared, have)
+        self._sequences[new_id] = Sequence(shared, have, first)
 
     def remove(self, seq_id: Hashable) -> None:
         """Forget a sequence."""
@@ -122,7 +127,7 @@ class Blocks:
         """How many blocks `reserve` will take for all of them."""
         new, writers = 0, Counter()
         for seq_id, count in zip(seq_ids, counts):
-            blocks, start = self._sequences.get(seq_id, Sequence([], 0))
+            blocks, start, _ = self._sequences.get(seq_id, Sequence([]))
             last, offset = divmod(start, self.block_size)
             new += max(0, ceil_div(start + count, self.block_size) - len(blocks))
             if count and offset:

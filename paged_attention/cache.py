@@ -136,14 +136,23 @@ class PagedKVCache:
         slots = torch.cat([torch.empty(0, dtype=torch.int64, device="cpu"), *slots])
         return slots.to(self.device)
 
-    def advance_all(self, seq_ids: Iterable[Hashable], num_tokens: Iterable[int]) -> None:
+    def advance_all(
+        self,
+        seq_ids: Iterable[Hashable],
+        num_tokens: Iterable[int],
+        first_positions: Sequence[int] | None = None,
+    ) -> None:
         """Count tokens that are written to the slots which `reserve_all` gave.
 
+        Args:    first_positions: of each sequence's first token, where it isn't what it was. A
+                       fork takes it along
         Raises:  ValueError: they weren't reserved. Nothing is changed
         """
         counts = [checks.required_count("num_tokens", count, 0) for count in num_tokens]
+        seq_ids = list(seq_ids)
         with self._blocks.lock:
-            self._blocks.advance(list(seq_ids), counts)
+            firsts = self.first_positions(seq_ids) if first_positions is None else first_positions
+            self._blocks.advance(seq_ids, counts, list(firsts))
 
     def write(self, key: Tensor, value: Tensor, slot_mapping: Tensor, layer: int = 0) -> None:
         """Store keys and values of one layer in the slots that `extend` gave.
@@ -185,6 +194,10 @@ class PagedKVCache:
         lens = [self._blocks.sequence(seq_id).num_tokens for seq_id in seq_ids]
         return torch.tensor(lens, dtype=torch.int32, device=self.device)
 
+    def first_positions(self, seq_ids: Iterable[Hashable]) -> list[int]:
+        """The position of each sequence's first token: 0, unless `advance_all` was told."""
+        return [self._blocks.sequence(seq_id).first_position for seq_id in seq_ids]
+
     def fork(self, seq_id: Hashable, new_id: Hashable) -> None:
         """Let new_id begin as a copy of seq_id that shares its blocks.
 
@@ -220,7 +233,7 @@ class PagedKVCache:
 
     def _slots(self, seq_id: Hashable, count: int) -> Tensor:
         """Those of the next count tokens, for which there are blocks. (count,), on the CPU"""
-        blocks, start = self._blocks.sequence(seq_id)
+        blocks, start, _ = self._blocks.sequence(seq_id)
         block_size = self.geometry.block_size
         positions = torch.arange(start, start + count, device="cpu")
         ids = torch.tensor(blocks, dtype=torch.int64, device="cpu")

@@ -100,7 +100,8 @@ class PagedCache(DynamicCache):
         """The state of rows of which no forward pass is known."""
         self.finished = [False] * len(self.seq_ids)
         # The position of each row's first token. -1 where it isn't known, because the row is new.
-        self.first = [0 if held else -1 for held in self.held]
+        firsts = self.pool.first_positions(self.seq_ids)
+        self.first = [first if held else -1 for first, held in zip(firsts, self.held)]
         self.current_pass: ForwardPass | None = None
         self.updated, self.is_whole, self.is_broken = set(), True, False  # of the last pass
 

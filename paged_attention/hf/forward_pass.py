@@ -43,7 +43,7 @@ class ForwardPass:
 
     def commit(self) -> None:
         """From now on its tokens count."""
-        self._pool.advance_all(self._seq_ids, self.counts)
+        self._pool.advance_all(self._seq_ids, self.counts, [max(0, n) for n in self.first])
 
     def roll_back(self) -> None:
         """Give back the blocks that were reserved, of sequences that are still there."""

@@ -63,8 +63,9 @@ def test_one_row_needs_no_mask(llama):
 
 def test_forks_of_other_lengths_need_positions_of_their_own(llama):
     """By themselves positions are the batch's columns, which skip some of the shorter row."""
-    cache = begin(llama, "ab", num_blocks=8)
-    forward(llama, cache, [[5, 6, 7, 8], [0, 15, 16, 17]], [[1, 1, 1, 1], [0, 1, 1, 1]])
+    cache, texts = begin(llama, "ab", num_blocks=8), [[5, 6, 7, 8], [15, 16, 17]]
+    for row, text in zip("ab", texts):
+        forward(llama, hf.PagedCache(cache.pool, llama.config, row), [text])
     again = hf.PagedCache(cache.pool, llama.config, "ab")
     with pytest.raises(ValueError, match=r"position_ids\[1\] must be 3 and on"):
         forward(llama, again, [[9], [18]])
@@ -72,7 +73,22 @@ def test_forks_of_other_lengths_need_positions_of_their_own(llama):
     more = {"attention_mask": mask, "position_ids": torch.tensor([[4], [3]]), CACHE: again}
     with torch.no_grad():
         logits = llama(torch.tensor([[9], [18]]), **more).logits
-    assert_near(logits[:1], judged(llama, [[5, 6, 7, 8, 9]]))
+    for row, text in enumerate(([5, 6, 7, 8, 9], [15, 16, 17, 18])):
+        assert_near(logits[: row + 1], judged(llama, [text]))
+
+
+def test_a_text_that_began_after_its_padding_goes_on_from_there_in_another_cache(llama):
+    cache = begin(llama, "ab", num_blocks=8)
+    forward(llama, cache, [[5, 6, 7, 8], [0, 15, 16, 17]], [[1, 1, 1, 1], [0, 1, 1, 1]])
+    cache.pool.fork("b", "c")
+    for row in "bc":
+        again = hf.PagedCache(cache.pool, llama.config, row)
+        with pytest.raises(ValueError, match=r"position_ids\[0\] must be 4 and on"):
+            forward(llama, again, [[18]])  # position 3, because the row holds 3 tokens
+        more = {"position_ids": torch.tensor([[4]]), CACHE: again}
+        with torch.no_grad():
+            logits = llama(torch.tensor([[18]]), **more).logits
+        assert_near(logits, judged(llama, [[15, 16, 17, 18]]))
 
 
 # -- caches

@@ -509,8 +509,15 @@ CACHE = [
     cache(
         "reserved tokens count at once",
         "blocks.py",
-        "for _ in range(more)], start)",
-        "for _ in range(more)], start + count)",
+        "old._replace(blocks=blocks)",
+        "old._replace(blocks=blocks, num_tokens=start + count)",
+    ),
+    cache(
+        "a fork forgets where its text begins",
+        "blocks.py",
+        "Sequence(shared, have, first)",
+        "Sequence(shared, have)",
+        "tests/clients/test_hf_odd_orders.py",
     ),
     cache(
         "a copy on write leaves out the values",
