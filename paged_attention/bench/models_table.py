@@ -8,12 +8,13 @@ from paged_attention.bench.models import PLANNED
 from paged_attention.bench.table import aligned
 from paged_attention.measure.units import human_seconds, ratio
 
-CALL, SDPA, VLLM = "paged_attention_HND", "gather_sdpa", "vllm_cpu_op"
-TIMES = "floor", CALL, PLANNED, SDPA, VLLM
+CALL, NUMBA = "paged_attention_HND", "paged_attention_numba"
+SDPA, VLLM = "gather_sdpa", "vllm_cpu_op"
+TIMES = "floor", CALL, PLANNED, NUMBA, SDPA, VLLM
 SHORT = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float8_e4m3fn": "fp8"}
 HEADING = [
-    "model", "batch", "tokens", "cache", "q_len", "floor", "call", "plan.run",
-    "gather, SDPA", "vLLM", "call / SDPA", "run / SDPA", "call / vLLM",
+    "model", "batch", "tokens", "cache", "q_len", "floor", "call", "plan.run", "numba",
+    "gather, SDPA", "vLLM", "call / SDPA", "run / SDPA", "numba / SDPA", "numba / vLLM",
 ]  # fmt: skip
 
 
@@ -28,7 +29,7 @@ def cells(step: dict[str, Any]) -> list[str]:
     times = [human_seconds(seconds[name]) if name in seconds else "" for name in TIMES]
     ratios = [
         ratio(seconds[ours] / seconds[theirs]) if {ours, theirs} <= seconds.keys() else ""
-        for ours, theirs in ((CALL, SDPA), (PLANNED, SDPA), (CALL, VLLM))
+        for ours, theirs in ((CALL, SDPA), (PLANNED, SDPA), (NUMBA, SDPA), (NUMBA, VLLM))
     ]
     heads = f"{shape['num_heads']}/{shape['num_kv_heads']}/{shape['head_size']}"
     return [
