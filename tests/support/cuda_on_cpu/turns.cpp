@@ -1,12 +1,15 @@
 // A block's threads on a CPU. Each is a coroutine, which runs until it comes to a barrier or to a
-// shuffle. Blocks run one after the other. What CUDA leaves undefined is a fault here:
+// shuffle. Blocks run one after the other, in any order. What CUDA leaves undefined is a fault here:
 //     threads of a block wait at different barriers, or have returned while others wait
 //     a lane takes part in a shuffle that another lane of its warp hasn't come to
 //     a shuffle's mask leaves lanes out
 //     a thread writes past the shared memory that the launch asked for
-// Shared memory holds NaN when a block begins. The order in which threads have their turns can be
-// chosen, because a result that depends on it lacks a barrier.
-// Compiled after device.h, without _FORTIFY_SOURCE, whose longjmp doesn't leave a stack.
+// Shared memory holds NaN when a block begins. Between two barriers each warp runs as far as it can
+// before the next one begins, in an order that can be chosen. So what one warp reads before another
+// has written it is NaN, or depends on the order.
+// Compiled without _FORTIFY_SOURCE, whose longjmp doesn't leave a stack.
+
+#include "device.h"
 
 #include <setjmp.h>
 #include <ucontext.h>
@@ -110,36 +113,40 @@ void shuffle_warp(int first)
     }
 }
 
-void permute(std::vector<int> &numbers, unsigned seed)
+// 0, 1, ... in the order that was chosen.
+std::vector<int> turns(int count)
 {
+    std::vector<int> numbers(count);
+    for (int i = 0; i < count; ++i) numbers[i] = i;
     if (order == 1) std::reverse(numbers.begin(), numbers.end());
-    for (size_t i = numbers.size(); order > 1 && i > 1; --i) {
+    unsigned seed = order;
+    for (int i = count; order > 1 && i > 1; --i) {
         seed = seed * 1664525u + 1013904223u;
         std::swap(numbers[i - 1], numbers[seed % i]);
     }
+    return numbers;
+}
+
+// A warp runs until it waits at a barrier or has returned, so others may be far behind it.
+void run_warp(int first, const std::vector<int> &lanes, bool is_new)
+{
+    do {
+        for (int lane : lanes)
+            if (threads[first + lane].state == READY) resume(first + lane, is_new);
+        is_new = false;
+        if (!all_wait(first, first + warpSize, AT_SHUFFLE, "the shuffle")) return;
+        shuffle_warp(first);
+    } while (true);
 }
 
 void run_block(int num_threads, int shared_bytes)
 {
-    std::vector<uint32_t> poison(SHARED_WORDS + 64, POISON);
+    const std::vector<uint32_t> poison(SHARED_WORDS + 64, POISON);
     std::memcpy(shared_memory, poison.data(), sizeof shared_memory);
-    std::vector<int> turns(num_threads);
-    for (int i = 0; i < num_threads; ++i) {
-        turns[i] = i;
-        threads[i].state = READY;
-        threads[i].line = 0;
-    }
-    permute(turns, order);
+    const std::vector<int> warps = turns(num_threads / warpSize), lanes = turns(warpSize);
+    for (Thread &thread : threads) thread.state = READY;
     for (bool is_new = true; fault.empty(); is_new = false) {
-        for (int number : turns)
-            if (threads[number].state == READY) resume(number, is_new);
-        bool moved = false;
-        for (int first = 0; first < num_threads; first += warpSize)
-            if (all_wait(first, first + warpSize, AT_SHUFFLE, "the shuffle")) {
-                shuffle_warp(first);
-                moved = true;
-            }
-        if (moved) continue;
+        for (int warp : warps) run_warp(warp * warpSize, lanes, is_new);
         if (!all_wait(0, num_threads, AT_BARRIER, "the barrier")) break;
         for (Thread &thread : threads) thread.state = READY;
     }
@@ -173,10 +180,7 @@ void launch(const std::function<void()> &thread, dim3 grid, int num_threads, int
     body = &thread;
     gridDim = grid;
     threads.resize(num_threads);
-    std::vector<int> blocks(grid.x * grid.y * grid.z);
-    for (size_t i = 0; i < blocks.size(); ++i) blocks[i] = i;
-    permute(blocks, order + 1);
-    for (int block : blocks) {
+    for (int block : turns(grid.x * grid.y * grid.z)) {
         if (!fault.empty()) return;
         blockIdx = dim3(block % grid.x, block / grid.x % grid.y, block / grid.x / grid.y);
         run_block(num_threads, shared_bytes);
@@ -198,15 +202,3 @@ const char *cudaGetErrorString(cudaError_t error)
 {
     return error == cudaErrorLaunchFailure ? last_fault.c_str() : "invalid argument";
 }
-
-extern "C" void on_cpu_set(int lanes_of_a_warp, unsigned order_of_turns)
-{
-    warpSize = lanes_of_a_warp;
-    order = order_of_turns;
-}
-
-// -- for the test of what cuda_fp16.h does here
-#include "cuda_fp16.h"
-
-extern "C" float on_cpu_half_to_float(unsigned short bits) { return __half2float({bits}); }
-extern "C" unsigned short on_cpu_float_to_half(float x) { return __float2half_rn(x).bits; }

@@ -1,0 +1,101 @@
+"""How paged_decode.cu is found, compared, called and refused, and how it is built."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from cuda_on_cpu import CpuLibrary, a_step, compiled, needs_a_compiler
+from helpers import assert_same
+from pools import inside
+
+from paged_attention.kernel.compiled.cuda_source import ABI, CudaLibrary, paged_decode
+from paged_attention.kernel.compiled.driver import CudaModule
+
+pytestmark = needs_a_compiler
+
+
+@pytest.fixture(scope="module")
+def libraries(tmp_path_factory):
+    """A library for each load_words, by its path."""
+    return functools.cache(
+        lambda words: compiled(tmp_path_factory.mktemp("cu"), words, optimized="-O0")
+    )
+
+
+# -- what is refused
+
+
+REFUSED = {
+    "float32": (("query", "float16"), lambda call: [t.float() for t in call[:1]] + call[1:]),
+    "mixed": (("key_cache", "bfloat16"), lambda call: [call[0].bfloat16(), *call[1:]]),
+    "int64 lengths": (("seq_lens", "int32"), lambda call: [*call[:4], call[4].long()]),
+    "strided": (("query", "strides"), lambda call: [inside(call[0], 2), *call[1:]]),
+    "strided table": (("block_tables",), lambda call: [*call[:3], inside(call[3], 1), call[4]]),
+    "strided caches": (("value_cache",), lambda call: [*call[:2], inside(call[2], 3), *call[3:]]),
+    "several rows": (("query", "num_seqs"), lambda call: [call[0].unsqueeze(1), *call[1:]]),
+    "meta": (("on a cpu device",), lambda call: [t.to("meta") for t in call]),
+}
+
+
+@pytest.mark.parametrize("fault", REFUSED)
+def test_what_the_kernel_does_not_serve_is_refused_by_name(libraries, fault):
+    words, change = REFUSED[fault]
+    call, how = a_step()
+    with pytest.raises((TypeError, ValueError)) as caught:
+        paged_decode(CpuLibrary(libraries(1)), *change(list(call)), **how)
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_block_sizes_and_addresses_that_a_load_would_cross_are_refused(libraries):
+    wide = CpuLibrary(libraries(4))
+    call, how = a_step(block_size=4)
+    with pytest.raises(ValueError, match="block_size must be a multiple of 8"):
+        paged_decode(wide, *call, **how)
+    (query, key, value, *rest), how = a_step()
+    shifted = torch.zeros(key.numel() + 1, dtype=key.dtype)[1:].view(key.shape)
+    with pytest.raises(ValueError, match="key_cache must be of blocks that begin at"):
+        paged_decode(wide, query, shifted, value, *rest, **how)
+
+
+def test_a_library_of_another_kind_is_refused(libraries, tmp_path, monkeypatch):
+    monkeypatch.delenv("PAGED_ATTENTION_CUDA_LIBRARY", raising=False)
+    with pytest.raises(ValueError, match="PAGED_ATTENTION_CUDA_LIBRARY"):
+        CudaLibrary()
+    (tmp_path / "text.so").write_text("no library")
+    for path in (tmp_path / "text.so", tmp_path / "nowhere.so"):
+        with pytest.raises(ValueError, match="a library made of paged_decode.cu"):
+            CudaLibrary(path)
+    monkeypatch.setenv("PAGED_ATTENTION_CUDA_LIBRARY", libraries(1))
+    assert CudaLibrary().load_words == 1
+    other = compiled(tmp_path, changes=[("#define ABI 1", "#define ABI 2")], optimized="-O0")
+    with pytest.raises(ValueError, match=f"of ABI {ABI} with a Step of .* got ABI 2"):
+        CudaLibrary(other)
+
+
+# -- the loader of what NVRTC makes
+
+
+class OnCpu(CudaModule):
+    device_type = "cpu"
+
+
+def test_the_drivers_loader_launches_what_the_library_launches(libraries, tmp_path):
+    path = tmp_path / "image"
+    path.write_text("paged_decode")
+    for words in (1, 4):
+        module = OnCpu(path, driver=libraries(words))
+        assert module.load_words == words
+        for options in ({"dtype": torch.bfloat16}, {"partition_size": 48}):
+            call, how = a_step(**options)
+            wanted = paged_decode(CpuLibrary(libraries(words)), *call, **how)
+            for got, right in zip(paged_decode(module, *call, **how), wanted):
+                assert_same(got, right)
+
+
+def test_the_drivers_errors_are_raised(libraries, tmp_path):
+    path = tmp_path / "image"
+    path.write_text("something else")
+    with pytest.raises(RuntimeError, match="cuModuleLoadData failed with CUDA's error 200"):
+        OnCpu(path, driver=libraries(1))
