@@ -6,11 +6,12 @@ import argparse
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
 from paged_attention.bench.captions import reason_of
+from paged_attention.bench.models import MODELS
 from paged_attention.bench.peers import PEERS
 from paged_attention.bench.settings import LADDER, Settings
 from paged_attention.kernel.layouts import lanes_per_piece
@@ -27,15 +28,35 @@ def refuse(message: str) -> NoReturn:
     sys.exit(2)
 
 
-def parse(argv: list[str] | None = None) -> tuple[Settings, list[int] | None, Path]:
+class Asked(NamedTuple):
+    """What the command line asks for.
+
+    settings: of a ladder
+    contexts: tokens, None if none were named
+    models:   names of MODELS. If there are any, their shapes are measured, and no ladder
+    out:      the folder where the files go
+    """
+
+    settings: Settings
+    contexts: list[int] | None
+    models: list[str]
+    out: Path
+
+
+def parse(argv: list[str] | None = None) -> Asked:
     """The command line.
 
     Args:    argv: without the command's name; None: the process's own
-    Returns: settings: of the run;  contexts: as asked for, None if they weren't;  the folder
-             where the files go
     """
-    options = vars(_parser().parse_args(argv))
-    contexts, out = options.pop("context"), options.pop("out")
+    parser = _parser()
+    options = vars(parser.parse_args(argv))
+    contexts, out, models = (options.pop(name) for name in ("context", "out", "models"))
+    if models:
+        fixed = parser.parse_args([f"--device={options['device']}"])
+        changed = [name for name in options if options[name] != getattr(fixed, name)]
+        if contexts or changed:
+            refuse(f"--models has shapes of its own: leave out {(['context', *changed])[-1]}")
+        return Asked(Settings(options["device"]), None, models, out)
     options["stages"] = tuple(name for name in LADDER if name in options["stages"])
     settings = Settings(**options)  # the other options are called like its fields
     heads, kv_heads, lanes = settings.num_heads, settings.num_kv_heads, settings.head_size
@@ -46,7 +67,7 @@ def parse(argv: list[str] | None = None) -> tuple[Settings, list[int] | None, Pa
             f"--head-size {lanes} is not a multiple of {x}, which the vllm layout needs for "
             f"{settings.dtype}"
         )
-    return settings, contexts, out
+    return Asked(settings, contexts, [], out)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -79,6 +100,9 @@ def _parser() -> _Parser:
     a_stage = _name_in(dict(zip(LADDER, LADDER)))
     add("--stages", type=_list_of(a_stage), metavar="A[,B]", help=stages)
     add("--peers", action="store_const", const=tuple(PEERS), help=others)
+    shapes = f"instead of the ladder, steps of real models' shapes: {', '.join(MODELS)}"
+    of_models = _list_of(_name_in(dict(zip(MODELS, MODELS))))
+    add("--models", nargs="?", type=of_models, const=[*MODELS], metavar="A[,B]", help=shapes)
     out = "where the files go (default: %(default)s)"
     add("--out", metavar="DIR", type=_folder, default=OUT, help=out)
     parser.set_defaults(**vars(Settings(device="cuda" if torch.cuda.is_available() else "cpu")))

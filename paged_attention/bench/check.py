@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from paged_attention.bench.contender import TOLERANCES
-from paged_attention.bench.ladder import results_of
+from paged_attention.bench.ladder import results_of, steps_of
 from paged_attention.measure.yardstick import kv_bytes
 
 COMMAND = "python -m paged_attention.bench.check"
@@ -23,7 +23,7 @@ _SAME = 2e-9  # seconds; times in a JSON are rounded to a nanosecond
 
 
 def problems(run: Any) -> list[str]:
-    """What is wrong with a ladder's JSON, a line each; none if it can be believed.
+    """What is wrong with the JSON of a ladder or of models, a line each. None if it is believable.
 
     A run names its machine and its versions, but no path. Each step holds as many bytes as its
     sizes say, the floor reads no fewer, and nothing is faster than the floor. A median is that of
@@ -33,18 +33,17 @@ def problems(run: Any) -> list[str]:
         >>> problems({"kind": "ladder", "schema": 2})
         ['"schema" is 2, should be 1']
     """
-    for name, value in {"kind": "ladder", "schema": 1}.items():
-        if not isinstance(run, dict) or run.get(name) != value:
-            got = run.get(name) if isinstance(run, dict) else run
-            return [f'"{name}" is {got!r}, should be {value!r}']
+    for name, known in {"kind": ("ladder", "models"), "schema": (1,)}.items():
+        got = run.get(name) if isinstance(run, dict) else run
+        if got not in known:
+            return [f'"{name}" is {got!r}, should be {" or ".join(map(repr, known))}']
     try:
-        return [*_of_the_machine(run), *(p for step in _steps(run) for p in _of_a_step(run, step))]
+        return [
+            *_of_the_machine(run),
+            *(p for step in steps_of(run) for p in _of_a_step(run, step)),
+        ]
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         return [f"something is missing or of another type: {type(error).__name__}: {error}"]
-
-
-def _steps(run: dict[str, Any]) -> list[dict[str, Any]]:
-    return [*run["contexts"], *run["batches"]]
 
 
 def _of_the_machine(run: dict[str, Any]) -> Iterator[str]:
@@ -52,9 +51,9 @@ def _of_the_machine(run: dict[str, Any]) -> Iterator[str]:
         value = run[section][name]
         if not (isinstance(value, str) and value.strip()):
             yield f"{section}.{name} is {value!r}, should say what was measured"
-    if not _steps(run):
+    if not steps_of(run):
         yield "no step was measured"
-    for name, (low, high) in run["profile"].items():
+    for name, (low, high) in run.get("profile", {}).items():
         if not 0 <= low <= high:
             yield f"profile.{name} is [{low}, {high}], should go from low to high"
     for text in _texts(run):
@@ -71,7 +70,8 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def _of_a_step(run: dict[str, Any], step: dict[str, Any]) -> Iterator[str]:
-    shape, floor, where = run["shape"], step["floor"], f"{step['context']} tokens"
+    shape, floor = step.get("shape") or run["shape"], step["floor"]
+    where = f"{step.get('model', '')} {step['context']} tokens".strip()
     dtype = getattr(torch, shape["dtype"])
     held = kv_bytes(sum(step["seq_lens"]), shape["num_kv_heads"], shape["head_size"], dtype)
     if step["kv_bytes"] != held or step["context"] != sum(step["seq_lens"]):

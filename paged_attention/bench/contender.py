@@ -11,14 +11,17 @@ import torch
 
 from paged_attention.bench.captions import reason_of
 from paged_attention.bench.peers.ours import KernelCall
+from paged_attention.bench.progress import Progress
 from paged_attention.bench.settings import Settings
 from paged_attention.measure.synchronization import Fn
-from paged_attention.measure.timing import Trial
+from paged_attention.measure.timing import Trial, in_turns
 from paged_attention.measure.units import human_seconds
 
 # A wrong result is far outside of these, a right one well inside; times the largest output.
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+TOLERANCES[torch.float8_e4m3fn] = 1e-5  # of a cache; the query is float32
 COUNTS = ("ops", "gemms", "host_reads", "peak_bytes")
+LEAST_ROUNDS, MOST_ROUNDS = 3, 10
 
 
 @dataclass
@@ -53,7 +56,7 @@ def tried(
     Args:    name: of the contender
              call: takes no arguments
              settings: where it runs, and the dtype, which decides how far it may be off
-             expected: the right result, float64; None: nothing is checked
+             expected: the right result of the first sequences, float64; None: nothing is checked
     """
     facts: dict[str, Any] = {}
     try:
@@ -63,7 +66,7 @@ def tried(
     result: Any = trial.first_result
     trial.first_result = None
     if expected is not None:
-        error = (result.double() - expected).abs().max().item()
+        error = (result[: len(expected)].double() - expected).abs().max().item()
         allowed = TOLERANCES[settings.dtype] * max(1.0, expected.abs().max().item())
         facts["max_error"] = error if math.isfinite(error) else None
         if not error <= allowed:  # NaN is wrong, too
@@ -74,6 +77,24 @@ def tried(
     if isinstance(call, KernelCall):  # with the workspace, which later calls find there
         facts["peak_bytes"] = call.first_peak()
     return Contender(name, facts, trial)
+
+
+def take_turns(
+    trials: list[Trial], progress: Progress, turn_seconds: float, budget_seconds: float
+) -> None:
+    """Sample trials in turns, for a number of rounds.
+
+    Args:    turn_seconds: that a trial samples in its turn; a slow one takes one sample
+             budget_seconds: for all rounds, unless LEAST_ROUNDS take longer
+    """
+    round_seconds = sum(max(trial.measurement().seconds, turn_seconds) for trial in trials)
+    rounds = max(LEAST_ROUNDS, min(MOST_ROUNDS, int(budget_seconds / round_seconds)))
+    progress.say(f"{rounds} rounds, about {round_seconds:.1f} s each")
+    for number in range(rounds):
+        for trial in in_turns(trials, number):
+            trial.sample(turn_seconds)
+        if round_seconds > 1:
+            progress.say(f"round {number + 1} of {rounds}", steps=1)
 
 
 def figures(trial: Trial) -> dict[str, Any]:

@@ -16,23 +16,28 @@ from typing import Any
 from paged_attention.bench.files import write_bytes
 from paged_attention.bench.ladder_plot import draw_ladder
 from paged_attention.bench.lengths_plot import draw_lengths
+from paged_attention.bench.models_plot import draw_models
 from paged_attention.plots.style import DPI
 
 COMMAND = "python -m paged_attention.bench.figures"
-FIGURES = {"": draw_ladder, "_lengths": draw_lengths}  # by what the name adds to the JSON's
-KINDS = ("ladder", "device", "published")  # of JSONs. Only a ladder has pictures
+# By a JSON's kind, and by what a picture's name adds to the JSON's
+FIGURES = {
+    "ladder": {"": draw_ladder, "_lengths": draw_lengths},
+    "models": {"": draw_models},
+    "device": {},
+    "published": {},
+}
 
 
 def names(run: dict[str, Any]) -> list[str]:
     """What the names of a run's pictures add to the name of its JSON.
 
-    Raises:  ValueError: a kind that isn't one of KINDS
+    Raises:  ValueError: a kind that isn't one of FIGURES
     """
-    if run.get("kind") not in KINDS:
-        raise ValueError(f'"kind" is {run.get("kind")!r}, should be one of {", ".join(KINDS)}')
-    if run["kind"] != "ladder":
-        return []
-    return list(FIGURES)[: min(2, len(run["contexts"]))]  # a single length has no curve
+    if run.get("kind") not in FIGURES:
+        raise ValueError(f'"kind" is {run.get("kind")!r}, should be one of {", ".join(FIGURES)}')
+    # A ladder of a single length has no curve, and one without any has no picture.
+    return list(FIGURES[run["kind"]])[: len(run.get("contexts", [run]))]
 
 
 def png(run: dict[str, Any], name: str = "") -> bytes:
@@ -43,7 +48,7 @@ def png(run: dict[str, Any], name: str = "") -> bytes:
     Returns: the PNG; the same bytes for the same dictionary
     """
     content = io.BytesIO()
-    figure = FIGURES[name](run)
+    figure = FIGURES[run["kind"]][name](run)
     figure.savefig(content, format="png", dpi=DPI, metadata={"Software": None})
     return content.getvalue()
 
@@ -64,7 +69,7 @@ def draw(source: Path, run: dict[str, Any]) -> list[Path]:
 
 def forget(source: Path) -> None:
     """Delete the pictures beside a JSON."""
-    for name in FIGURES:
+    for name in {name for names in FIGURES.values() for name in names}:
         _beside(source, name).unlink(missing_ok=True)
 
 

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from paged_attention.bench.captions import title
-from paged_attention.bench.contender import COUNTS, Contender, tried
+from paged_attention.bench.contender import COUNTS, MOST_ROUNDS, Contender, take_turns, tried
 from paged_attention.bench.peers import PEERS, Batch, Unavailable, make
 from paged_attention.bench.predictions import predictions, predictions_here, published
 from paged_attention.bench.progress import Progress
@@ -37,11 +37,9 @@ from paged_attention.inputs import Inputs
 from paged_attention.kernel.plan import plan_decode
 from paged_attention.measure import machine
 from paged_attention.measure.profiles import DeviceProfile, Figure
-from paged_attention.measure.timing import Trial, in_turns
 from paged_attention.measure.yardstick import FloorReader
 from paged_attention.reference import reference_attention
 
-_LEAST_ROUNDS, _MOST_ROUNDS = 3, 10
 _TURN_SECONDS = 0.02  # that a contender samples in its turn; a slow one takes one sample
 _BUDGET_SECONDS = 40.0  # for a step's rounds, unless the least number of rounds takes longer
 
@@ -78,6 +76,11 @@ def describe(settings: Settings, profile: DeviceProfile) -> dict[str, Any]:
     }
 
 
+def steps_of(run: dict[str, Any]) -> list[dict[str, Any]]:
+    """A run's steps, whatever its kind."""
+    return [step for kind in ("contexts", "batches", "rows") for step in run.get(kind, [])]
+
+
 def results_of(step: dict[str, Any]) -> list[dict[str, Any]]:
     """A step's results: of the stages, the kernel among them, then of the peers."""
     return step["stages"] + step.get("peers", [])
@@ -108,12 +111,13 @@ def measure_step(
     }
     load = machine.OtherLoad()
     try:
-        with Progress(1 + len(settings.stages) + len(settings.peers) + _MOST_ROUNDS) as progress:
+        with Progress(1 + len(settings.stages) + len(settings.peers) + MOST_ROUNDS) as progress:
             for contender in _tried_in_order(settings, seq_lens, progress):
                 contenders[contender.name] = contender
                 progress.say(f"{title(seq_lens)}: {contender.name} {contender.outcome()}", steps=1)
             load = machine.OtherLoad()  # without that of compiling peers
-            _take_turns([one.trial for one in contenders.values() if one.trial], progress)
+            trials = [one.trial for one in contenders.values() if one.trial]
+            take_turns(trials, progress, _TURN_SECONDS, _BUDGET_SECONDS)
     finally:
         results = {name: contender.as_json() for name, contender in contenders.items()}
         if len(results) > 1:
@@ -141,10 +145,11 @@ def _tried_in_order(
     if settings.peers:
         batch = Batch(inputs, settings.scale)
         for name in settings.peers:
-            yield _tried_peer(name, batch, settings, expected)
+            yield tried_peer(name, batch, settings, expected)
 
 
-def _tried_peer(name: str, batch: Batch, settings: Settings, expected: torch.Tensor) -> Contender:
+def tried_peer(name: str, batch: Batch, settings: Settings, expected: torch.Tensor) -> Contender:
+    """`tried`, for a peer. One that can't run here is skipped, with its reason."""
     try:
         call, note = make(name, batch)
     except Unavailable as reason:
@@ -154,17 +159,6 @@ def _tried_peer(name: str, batch: Batch, settings: Settings, expected: torch.Ten
     if PEERS[name].compiled and peer.trial:
         peer.facts |= dict.fromkeys(COUNTS)
     return peer
-
-
-def _take_turns(trials: list[Trial], progress: Progress) -> None:
-    round_seconds = sum(max(trial.measurement().seconds, _TURN_SECONDS) for trial in trials)
-    rounds = max(_LEAST_ROUNDS, min(_MOST_ROUNDS, int(_BUDGET_SECONDS / round_seconds)))
-    progress.say(f"{rounds} rounds, about {round_seconds:.1f} s each")
-    for number in range(rounds):
-        for trial in in_turns(trials, number):
-            trial.sample(_TURN_SECONDS)
-        if round_seconds > 1:
-            progress.say(f"round {number + 1} of {rounds}", steps=1)
 
 
 def expected_of(inputs: Inputs, settings: Settings) -> torch.Tensor:

@@ -41,7 +41,7 @@ def table(step: dict[str, Any]) -> str:
     notes = [f"{result['name']}  {note}" for result in results if (note := _note(result))]
     if step.get("peers"):
         notes.append(f"Peers are compared with {KERNEL}, and that with the line above it.")
-    lines = _aligned(rows) if rows else []
+    lines = aligned([_HEADING, *rows]) if rows else []
     return "\n".join([heading, *lines, *notes, *busy(step)])
 
 
@@ -68,9 +68,8 @@ def _note(result: dict[str, Any]) -> str:
     return result.get("failure") or result.get("note") or ""
 
 
-def _aligned(rows: list[list[str]]) -> list[str]:
-    """The rows below their heading, names to the left, figures to the right."""
-    lines = [_HEADING, *rows]
+def aligned(lines: list[list[str]]) -> list[str]:
+    """Rows, the heading first among them: names to the left, figures to the right."""
     first, *others = (max(map(len, column)) for column in zip(*lines))
     return [
         name.ljust(first) + "".join(f"  {cell:>{n}}" for cell, n in zip(cells, others)).rstrip()

@@ -19,6 +19,8 @@ def flex_paged(batch: Batch) -> tuple[Call, str]:
     Source:  torch.nn.attention.experimental._paged_attention (experimental by its own words)
     """
     sequence = batch.only_sequence
+    if batch.q_len > 1:
+        raise Unavailable("takes one query token")
     try:
         from torch.nn.attention.experimental._paged_attention import PagedAttention
         from torch.nn.attention.flex_attention import create_block_mask, flex_attention

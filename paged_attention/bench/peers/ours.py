@@ -9,6 +9,7 @@ import torch
 from paged_attention.bench.peers.data import Batch, Call
 from paged_attention.inputs import Inputs, pack, unpack
 from paged_attention.kernel.decode import paged_attention
+from paged_attention.kernel.plan import plan_decode
 from paged_attention.kernel.workspace import Workspace
 from paged_attention.measure.counting import count
 
@@ -45,6 +46,20 @@ def paged_attention_hnd(batch: Batch) -> tuple[Call, str]:
 def paged_attention_nhd(batch: Batch) -> tuple[Call, str]:
     """Our kernel on a cache whose blocks hold whole tokens."""
     return _kernel_call(batch, *pack(*unpack(*batch.hnd, "HND"), "NHD"), layout="NHD"), ""
+
+
+def planned_hnd(batch: Batch) -> Call:
+    """A run of a plan that was made beforehand, as for the second and later layers of a step."""
+    query, key_cache = batch.inputs.query, batch.hnd[0]
+    _, num_kv_heads, block_size, head_size = key_cache.shape
+    plan = plan_decode(
+        num_heads=query.shape[-2], num_kv_heads=num_kv_heads, head_size=head_size,
+        block_size=block_size, layout="HND", dtype=key_cache.dtype, device=key_cache.device,
+        seq_lens=batch.inputs.seq_lens.cpu(), q_len=batch.q_len,
+    )  # fmt: skip
+    inputs = batch.inputs._replace(key_cache=key_cache, value_cache=batch.hnd[1])
+    given = {"scale": batch.scale, "out": torch.empty_like(query), "workspace": Workspace()}
+    return lambda: plan.run(*inputs, **given)  # type: ignore[return-value]
 
 
 def _kernel_call(batch: Batch, key: torch.Tensor, value: torch.Tensor, *, layout: str) -> Call:

@@ -11,7 +11,13 @@ from paged_attention.bench.peers.data import Batch, CachedSequence, Call, Unavai
 def gather_sdpa(batch: Batch) -> tuple[Call, str]:
     """Fetch a sequence's blocks, put heads first, attend; then the next sequence."""
     _need_gqa()
-    return lambda: torch.cat([_attend(batch, s, *batch.gather(s)) for s in batch.sequences]), ""
+    shape = batch.inputs.query.shape
+    return (
+        lambda: torch.cat([_attend(batch, s, *batch.gather(s)) for s in batch.sequences]).view(
+            shape
+        ),
+        "",
+    )
 
 
 def dense_sdpa(batch: Batch) -> tuple[Call, str]:
@@ -19,17 +25,20 @@ def dense_sdpa(batch: Batch) -> tuple[Call, str]:
     sequence = batch.only_sequence
     _need_gqa()
     key, value = (tokens.contiguous() for tokens in batch.gather(sequence))
-    return lambda: _attend(batch, sequence, key, value), ""
+    return lambda: _attend(batch, sequence, key, value).view(batch.inputs.query.shape), ""
 
 
 def _attend(
     batch: Batch, sequence: CachedSequence, key: torch.Tensor, value: torch.Tensor
 ) -> torch.Tensor:
-    query = sequence.query[:, :, None]  # (1, num_heads, 1, head_size)
+    query, mask = sequence.query.transpose(0, 1)[None], None  # (1, num_heads, q_len, head_size)
+    if batch.q_len > 1:  # the last row sees all keys, and each row above sees one fewer
+        ones = torch.ones(batch.q_len, sequence.num_tokens, dtype=torch.bool, device=key.device)
+        mask = ones.tril(sequence.num_tokens - batch.q_len)
     out = functional.scaled_dot_product_attention(
-        query, key, value, scale=batch.scale, enable_gqa=True
+        query, key, value, attn_mask=mask, scale=batch.scale, enable_gqa=True
     )
-    return out[:, :, 0]
+    return out[0].transpose(0, 1)  # (q_len, num_heads, head_size)
 
 
 def _need_gqa() -> None:

