@@ -10,8 +10,11 @@ from cuda_on_cpu import CpuLibrary, a_step, compiled, needs_a_compiler
 from helpers import assert_same
 from pools import inside
 
-from paged_attention.kernel.compiled.cuda_source import ABI, CudaLibrary, paged_decode
+from paged_attention.kernel.compiled import build
+from paged_attention.kernel.compiled.cuda_source import paged_decode
 from paged_attention.kernel.compiled.driver import CudaModule
+from paged_attention.kernel.compiled.library import ABI, SOURCE, CudaLibrary
+from paged_attention.kernel.compiled.nvrtc import Compiled
 
 pytestmark = needs_a_compiler
 
@@ -99,3 +102,70 @@ def test_the_drivers_errors_are_raised(libraries, tmp_path):
     path.write_text("something else")
     with pytest.raises(RuntimeError, match="cuModuleLoadData failed with CUDA's error 200"):
         OnCpu(path, driver=libraries(1))
+
+
+# -- the build script
+
+
+@pytest.fixture
+def no_compiler(tmp_path, monkeypatch):
+    """A machine without a compiler, and a function that puts one there."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("COREX_ROOT", str(tmp_path / "corex"))
+    monkeypatch.setattr(build, "glob", lambda pattern: [])
+    monkeypatch.setattr(build.nvrtc, "library", lambda: None)
+    monkeypatch.chdir(tmp_path)
+
+    def put(name):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text('#!/bin/sh\necho "$@" > said\nexit "${FAILS:-0}"\n')
+        path.chmod(0o755)
+        return path
+
+    return put
+
+
+def test_the_build_says_its_command_and_runs_it(no_compiler, tmp_path, capsys):
+    assert build.main([]) == 1
+    assert "no compiler was found of corex, nvcc, nvrtc" in capsys.readouterr().err
+    nvcc = no_compiler("nvcc")
+    assert build.main(["--dry-run"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith(f"{nvcc} -O3 -shared -arch=sm_") and not (tmp_path / "said").exists()
+    assert build.main(["--load-words", "4", "--arch", "sm_80", "--out", "a.so"]) == 0
+    command, export = capsys.readouterr().out.splitlines()
+    ran = (tmp_path / "said").read_text().split()
+    assert command.split() == [str(nvcc), *ran]
+    assert {"-arch=sm_80", "-DLOAD_WORDS=4", str(SOURCE)} <= {*ran} and ran[-2:] == ["-o", "a.so"]
+    assert export == f"export PAGED_ATTENTION_CUDA_LIBRARY={tmp_path / 'a.so'}"
+
+
+def test_corex_comes_before_nvcc_because_its_nvcc_compiles_nothing(
+    no_compiler, tmp_path, capsys, monkeypatch
+):
+    no_compiler("nvcc")
+    clang = no_compiler("corex/bin/clang++")
+    assert build.main(["--dry-run"]) == 0
+    assert capsys.readouterr().out.startswith(
+        f"{clang} -O3 -shared --cuda-path={clang.parents[1]}"
+    )
+    monkeypatch.setenv("FAILS", "3")
+    assert build.main([]) == 1
+    assert "returned non-zero exit status 3" in capsys.readouterr().err
+    assert build.main(["--compiler", "nvrtc"]) == 1
+
+
+def test_nvrtc_is_given_what_the_line_says(no_compiler, tmp_path, capsys, monkeypatch):
+    given = []
+    monkeypatch.setattr(build.nvrtc, "library", lambda: "libnvrtc.so.12")
+    monkeypatch.setattr(build.nvrtc, "include_folders", lambda: [tmp_path])
+    monkeypatch.setattr(
+        build.nvrtc, "compile_source", lambda *call: given.append(call) or Compiled(b"ELF", "")
+    )
+    assert build.main(["--arch", "sm_90"]) == 0
+    options = ["--gpu-architecture=sm_90", "-std=c++14", "-DLOAD_WORDS=1", f"-I{tmp_path}"]
+    assert given == [(SOURCE, options, "libnvrtc.so.12")]
+    assert (tmp_path / "paged_decode.cubin").read_bytes() == b"ELF"
+    line = ["libnvrtc.so.12", *options, str(SOURCE), "-o", "paged_decode.cubin"]
+    assert capsys.readouterr().out.splitlines()[0].split() == line

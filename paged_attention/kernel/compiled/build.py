@@ -1,8 +1,9 @@
 """Build paged_decode.cu: python -m paged_attention.kernel.compiled.build
 
-It says the command and runs it. The compiler is the first of these that is there, unless --compiler
-names one:
-    corex   Iluvatar's clang++, in $COREX_ROOT, /usr/local/corex or /usr/local/corex-*
+It says the command and runs it. Unless --compiler names one, the compiler is the first of these
+that is there:
+    corex   Iluvatar's clang++, in $COREX_ROOT, /usr/local/corex or /usr/local/corex-*. It comes
+            first, because CoreX also has an nvcc, which only says a version
     nvcc    NVIDIA's, on the PATH
     nvrtc   NVIDIA's as a library, from PyPI. It makes a cubin, the others a shared library
 """
@@ -21,7 +22,7 @@ from pathlib import Path
 import torch
 
 from . import nvrtc
-from .cuda_source import LIBRARY, SOURCE
+from .library import LIBRARY, SOURCE
 
 COMPILERS = ("corex", "nvcc", "nvrtc")
 

@@ -1,17 +1,12 @@
-"""The kernel in CUDA's language, paged_decode.cu: found, compared with what is here, and called.
+"""`paged_attention` by paged_decode.cu, the kernel in CUDA's language.
 
-A library that `build.py` made is called through ctypes with raw pointers. So it needs no headers
-and no ABI of PyTorch's, and the same file serves every version of it. No call of
-`paged_attention` comes here by itself.
+It is called through ctypes with raw pointers. So it needs no headers and no ABI of PyTorch's, and
+one library serves every version of it. No call of `paged_attention` comes here by itself.
 """
 
 from __future__ import annotations
 
-import ctypes
 import functools
-import os
-from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -22,89 +17,11 @@ from ..options import Options
 from ..partition import ceil_div, whole_blocks
 from ..transforms import refuse_gradients
 from ..workspace import Buffers, Workspace, default_workspace
+from .library import DTYPES, LENGTHS, Library, Step
 
-SOURCE = Path(__file__).with_name("paged_decode.cu")
-LIBRARY = "PAGED_ATTENTION_CUDA_LIBRARY"  # the variable that names what build.py made
-ABI = 1
 PARTITION_SIZE = 512
 MOST_HEADS = 8  # that one block of threads serves
 SHARED_BYTES = 48 * 1024  # that a block may have on every device
-DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-LENGTHS = "num_seqs num_heads num_kv_heads head_size block_size num_blocks max_blocks"
-
-
-class Step(ctypes.Structure):
-    """One step, as paged_decode.cu has it under the same name. It says what each field holds."""
-
-    _fields_ = [
-        *(
-            (name, ctypes.c_void_p)
-            for name in "out lse exp_sums max_logits tmp_out query key_cache value_cache "
-            "block_tables seq_lens alibi_slopes".split()
-        ),
-        *((f"{name}_stride", ctypes.c_longlong) for name in ("query", "key", "value")),
-        ("scale", ctypes.c_float),
-        *(
-            (name, ctypes.c_int)
-            for name in f"{LENGTHS} partition_size num_partitions heads_at_once shared_bytes "
-            "dtype out_dtype".split()
-        ),
-    ]
-
-
-class Library(Protocol):
-    """paged_decode.cu, compiled: a `CudaLibrary`, or a `driver.CudaModule`."""
-
-    device_type: str
-    load_words: int  # 32-bit words that a thread loads at once
-
-    def run(self, step: Step, stream: int) -> None: ...
-
-
-class CudaLibrary:
-    """What nvcc or CoreX's clang++ makes of paged_decode.cu: a shared library.
-
-    Args:    path: None means what the environment variable PAGED_ATTENTION_CUDA_LIBRARY names
-    Raises:  ValueError: nothing is named, or it is no library of this version of paged_decode.cu
-    """
-
-    def __init__(self, path: str | os.PathLike | None = None) -> None:
-        path = named_file(path)
-        try:
-            library = ctypes.CDLL(path)
-            describe = library.paged_decode_describe
-        except (OSError, AttributeError) as error:
-            refuse("path", "a library made of paged_decode.cu", f"{path}: {error}")
-        about = (ctypes.c_int * 3)()
-        describe(about)
-        self.load_words = checked_load_words(path, list(about))
-        self._run, self._error = library.paged_decode_run, library.paged_decode_error
-        self._run.argtypes = [ctypes.POINTER(Step), ctypes.c_void_p]
-        library.paged_decode_device_type.restype = self._error.restype = ctypes.c_char_p
-        self.device_type: str = library.paged_decode_device_type().decode()
-
-    def run(self, step: Step, stream: int) -> None:
-        """Launch both phases on the current device.
-
-        Raises:  RuntimeError: CUDA's error
-        """
-        if error := self._run(step, stream):
-            raise RuntimeError(f"paged_decode.cu: {self._error(error).decode()} (error {error})")
-
-
-def named_file(path: str | os.PathLike | None) -> str:
-    path = os.environ.get(LIBRARY) if path is None else path
-    if not path:
-        refuse("path", f"a file that build.py made, or {LIBRARY} must name one", repr(path))
-    return os.path.abspath(path)
-
-
-def checked_load_words(path: str, about: list[int]) -> int:
-    """The load_words of a library or a module, if it has our ABI."""
-    if about[:2] != [ABI, ctypes.sizeof(Step)]:
-        rule = f"of ABI {ABI} with a Step of {ctypes.sizeof(Step)} bytes: build it again"
-        refuse(path, rule, f"ABI {about[0]} and {about[1]} bytes")
-    return about[2]
 
 
 def paged_decode(
@@ -151,17 +68,18 @@ def paged_decode(
     max_seq_len = required_count("max_seq_len", max_seq_len, least=0)
     block_size = call.geometry.block_size
     size = whole_blocks(required_count("partition_size", partition_size), block_size)
-    refuse_gradients({**inputs._asdict(), "alibi_slopes": alibi_slopes, "out": out})
-    out = torch.empty_like(query, memory_format=torch.contiguous_format) if out is None else out
-    check_out(out, query, {**inputs._asdict(), "alibi_slopes": alibi_slopes})
-    _check_what_it_serves(library, call, out)
+    workspace = workspace or default_workspace(query.device, purpose="paged_decode.cu")
+    given = {**inputs._asdict(), "alibi_slopes": alibi_slopes}
+    refuse_gradients(given)
+    result = query.new_empty(query.shape) if out is None else out
+    check_out(result, query, given | dict(zip(["workspace"], workspace.tensors())))
+    _check_what_it_serves(library, call, result)
     partitions = max(1, ceil_div(max_seq_len, size))
     heads, shared_bytes = _heads_at_once(call, size)
     for name, count in (("num_seqs", len(query)), ("partitions", partitions)):
         if count > 65_535:
             refuse(f"the number of {name}", "at most 65,535 in a CUDA grid", count)
     states = len(query), query.shape[1], partitions
-    workspace = workspace or default_workspace(query.device, purpose="paged_decode.cu")
     scratch = workspace.bind(_scratch(states, query.shape[2]), query)
     lse = query.new_empty(states[:2], dtype=torch.float32)
     if len(query):
@@ -170,8 +88,8 @@ def paged_decode(
             partition_size=size,
             heads_at_once=heads,
             shared_bytes=shared_bytes,
-            out=out.data_ptr(),
-            out_dtype=DTYPES[out.dtype],
+            out=result.data_ptr(),
+            out_dtype=DTYPES[result.dtype],
             lse=lse.data_ptr(),
             **{name: getattr(scratch, name)().data_ptr() for name in _Scratch.NAMES},
             **_what_is_read(call),
@@ -181,7 +99,7 @@ def paged_decode(
                 library.run(step, torch.cuda.current_stream().cuda_stream)
         else:
             library.run(step, 0)
-    return (out, lse) if return_lse else out
+    return (result, lse) if return_lse else result
 
 
 class _Scratch(Buffers):
@@ -240,13 +158,12 @@ def _heads_at_once(call: Call, partition_size: int) -> tuple[int, int]:
 
 
 def _what_is_read(call: Call) -> dict[str, object]:
-    slopes, tensors = call.options.alibi_slopes, call.inputs._asdict()
+    tensors = {**call.inputs._asdict(), "alibi_slopes": call.options.alibi_slopes}
     sizes = (len(call.inputs.query), call.inputs.query.shape[1], call.geometry.num_kv_heads)
     sizes += (call.geometry.head_size, call.geometry.block_size, call.geometry.num_blocks)
     return {
-        **{name: tensor.data_ptr() for name, tensor in tensors.items()},
+        **{name: t.data_ptr() for name, t in tensors.items() if t is not None},
         **dict(zip(LENGTHS.split(), (*sizes, call.inputs.block_tables.shape[1]))),
-        "alibi_slopes": None if slopes is None else slopes.data_ptr(),
         "query_stride": call.inputs.query.stride(0),
         "key_stride": call.inputs.key_cache.stride(0),
         "value_stride": call.inputs.value_cache.stride(0),

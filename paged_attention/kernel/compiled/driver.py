@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from .cuda_source import DTYPES, Step, checked_load_words, named_file
+from .library import DTYPES, Step, checked_load_words, named_file
 
 THREADS = 256
 NAMES = {number: str(dtype).removeprefix("torch.") for dtype, number in DTYPES.items()}

@@ -53,7 +53,7 @@ struct Step {
     int dtype, out_dtype;  // Dtype
 };
 
-// What a loader compares with its own: see cuda_source.py.
+// What a loader compares with its own: see library.py.
 #define ABOUT { ABI, (int)sizeof(Step), LOAD_WORDS }
 extern "C" {
 __constant__ int paged_decode_about[3] = ABOUT;

@@ -12,7 +12,7 @@ import pytest
 import torch
 from pools import paged, random
 
-from paged_attention.kernel.compiled.cuda_source import SOURCE, CudaLibrary
+from paged_attention.kernel.compiled.library import SOURCE, CudaLibrary
 
 HERE = Path(__file__).parent
 COMPILER = next((c for c in (os.environ.get("CXX"), "g++", "c++") if c and shutil.which(c)), None)
