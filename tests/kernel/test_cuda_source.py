@@ -151,6 +151,15 @@ def test_a_partitions_states_are_what_vllms_operation_leaves_in_its_scratch(libr
             assert_close(got[seen], wanted[seen], extra=1e-5)
 
 
+@pytest.mark.parametrize("dtype", HALVES)
+def test_out_is_the_float32_result_rounded_to_the_nearest(libraries, dtype):
+    call, how = a_step(dtype)
+    for library in ways(libraries, 16):
+        out, _ = paged_decode(library, *call, **how)
+        exact, _ = paged_decode(library, *call, **how, out=torch.empty(out.shape))
+        assert_same(out, exact.to(dtype))
+
+
 @pytest.mark.parametrize("fault", ["id of -1", "id too large", "length", "table", "negative"])
 def test_what_would_read_another_memory_becomes_nan_and_stays_alone(libraries, fault):
     call, how = a_step()

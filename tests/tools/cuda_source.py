@@ -2,7 +2,7 @@
 
 Nothing runs. What is held: it compiles as C++11 and C++14, which CUDA 10.2 has, without a warning.
 Every kernel that the loaders name is there. Two blocks of threads fit the 65,536 registers of a
-multiprocessor, and a thread spills 32 bytes at most, because the compiler sometimes spills a few so
+multiprocessor. A thread spills 32 bytes at most, because the compiler sometimes spills a few, so
 that more threads fit. A table says what each kernel takes.
 """
 
