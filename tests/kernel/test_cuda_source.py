@@ -199,6 +199,15 @@ def test_queries_and_caches_may_be_parts_of_larger_tensors(libraries):
         assert_same(other[0], out)
         assert_same(other[1], lse)
         assert rows[[0, 4]].isnan().all()
+        heads = torch.stack([query[:, 0]], 1), torch.stack([query[:, 0]]).transpose(0, 1)
+        one, same = (
+            paged_decode(
+                library, q, key[:, :1].contiguous(), value[:, :1].contiguous(), tables, lens, **how
+            )
+            for q in heads
+        )
+        assert heads[0].stride() != heads[1].stride()
+        assert_same(one[0], same[0])
 
 
 def test_a_batch_or_a_pool_of_nothing_is_served(libraries):

@@ -68,7 +68,10 @@ def paged_decode(
     max_seq_len = required_count("max_seq_len", max_seq_len, least=0)
     block_size = call.geometry.block_size
     size = whole_blocks(required_count("partition_size", partition_size), block_size)
-    workspace = workspace or default_workspace(query.device, purpose="paged_decode.cu")
+    if workspace is None:
+        workspace = default_workspace(query.device, purpose="paged_decode.cu")
+    elif not isinstance(workspace, Workspace):
+        refuse("workspace", "a Workspace", type(workspace).__name__, TypeError)
     given = {**inputs._asdict(), "alibi_slopes": alibi_slopes}
     refuse_gradients(given)
     result = query.new_empty(query.shape) if out is None else out
@@ -133,7 +136,7 @@ def _check_what_it_serves(library: Library, call: Call, out: Tensor) -> None:
     if block_size % lanes:
         rule = f"a multiple of {lanes}, because {library.load_words} words are loaded at once"
         refuse("block_size", rule, block_size)
-    if query.stride()[1:] != (query.shape[2], 1):
+    if len(query) and not query[0].is_contiguous():
         refuse("query", "contiguous in heads and lanes", f"strides of {query.stride()}")
     tables = {"block_tables": block_tables, "seq_lens": seq_lens}
     dtypes = dict.fromkeys(tables, torch.int32) | {"alibi_slopes": torch.float32}
