@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 
+import cuda_source_device
 import pytest
 import torch
 from cuda_on_cpu import CpuLibrary, a_step, compiled, needs_a_compiler
@@ -169,3 +170,23 @@ def test_nvrtc_is_given_what_the_line_says(no_compiler, tmp_path, capsys, monkey
     assert (tmp_path / "paged_decode.cubin").read_bytes() == b"ELF"
     line = ["libnvrtc.so.12", *options, str(SOURCE), "-o", "paged_decode.cubin"]
     assert capsys.readouterr().out.splitlines()[0].split() == line
+
+
+# -- the script for those who have a device
+
+
+def test_the_script_for_a_device_measures_what_is_right_and_nothing_else(
+    libraries, capsys, monkeypatch
+):
+    monkeypatch.setattr(cuda_source_device, "HEADS", [(6, 1, 64)])
+    monkeypatch.setattr(cuda_source_device, "LENGTHS", [3, 0, 17])
+    arguments, right = (
+        [libraries(1), "--device", "cpu", "--tokens", "40"],
+        CpuLibrary(libraries(1)),
+    )
+    assert cuda_source_device.main(arguments, right) == 0
+    *errors, time = capsys.readouterr().out.splitlines()
+    assert len(errors) == 2 and time.startswith("1 x 40 tokens, 6/1/256, fp16: ")
+    monkeypatch.setattr(right, "run", lambda step, stream: None)
+    assert cuda_source_device.main(arguments, right) == 1
+    assert capsys.readouterr().out.splitlines()[-1].startswith("WRONG")
