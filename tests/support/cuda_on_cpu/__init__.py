@@ -61,10 +61,10 @@ def ways(libraries, block_size):
             yield CpuLibrary(libraries(words), warp_size, order)
 
 
-def a_step(dtype=torch.float16, block_size=16, **options):
+def a_step(dtype=torch.float16, block_size=16, spare=3, **options):
     """(the inputs of a small step, its options)"""
     dense = random([40, 17, 33], 6, 2, 64, sharp=3.0, dtype=dtype)
-    pool = paged(dense, block_size, "vllm")
+    pool = paged(dense, block_size, "vllm", spare=spare)
     how = {"max_seq_len": 48, "partition_size": 16, "return_lse": True} | options
     return (dense.query, *pool), how
 
