@@ -166,7 +166,7 @@ def test_what_would_read_another_memory_becomes_nan_and_stays_alone(libraries, f
     query, key, value, tables, lens = call
     right = paged_decode(next(ways(libraries, 16)), *call, **how)
     tables, lens = tables.clone(), lens.clone()
-    tables[1, :4] = tables[0, [0, 1, 2, 0]]  # ids of the pool, for as many tokens as are claimed
+    tables[1, :4] = tables[0, [0, 1, 0, 1]]  # full blocks, for all tokens that are claimed
     if fault.startswith("id"):
         tables[1, 1] = -1 if fault == "id of -1" else len(key)
     elif fault == "length":
