@@ -14,7 +14,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[2]
 LIST = ROOT / "docs/sources.md"
 
-GITHUB = re.compile(r"https://github\.com/([\w.-]+/[\w.-]+?)(?:\.git)?(?:/(\w+)/([^#?]+))?/?$")
+GITHUB = r"https://github\.com/([\w.-]+/[\w.-]+?)(?:\.git)?(?:/(\w+)/([^#?]+))?/?(?:[#?].*)?"
 KINDS = {"issues": "issue", "pull": "pull request", "commit": "commit", "blob": "file"}
 KINDS |= {"tree": "folder", None: "repository"}
 THREADS = ("issue", "pull request")
@@ -25,14 +25,13 @@ FILE = re.compile(r"[\w/]+\.(?:cuh|cu|rst|py)\b")
 SHORT = re.compile(r"\b([A-Za-z][\w-]*/[\w.-]+)(?:#(\d+)|,? ([0-9a-f]{8,40})\b)")
 NUMBERED = re.compile(r"\b(issue|pull request) (\d+)", re.IGNORECASE)
 
-PROJECTS = (
-    r"vLLM|SGLang|PyTorch|ONNX(?: ?Runtime)?|OpenVINO|FlashInfer|FlashAttention|FlagAttention"
-)
-PROJECTS += r"|transformers|llm-foundry|llama(?:\.cpp)?|TileOPs|MinivLLM|FlagTree|CCCL|CUB"
-# "vLLM's 936", "issues 3585 and 3586", "#1745", "2316199c" say nothing of what they lead to.
-BARE = re.compile(
-    rf"\b(?:{PROJECTS})(?:'s)? #?\d{{3,6}}\b(?![.,]\d)|\b(?:issues?|pull requests?|PRs?) #?\d{{2,6}}\b"
-    r"|(?<![\w&/#])#\d{2,6}\b|\barXiv:\d|\b(?=[0-9]*[a-f])(?=[a-f]*[0-9])[0-9a-f]{8,40}\b",
+PROJECTS = "vLLM|SGLang|PyTorch|ONNX(?: ?Runtime)?|OpenVINO|FlashInfer|FlashAttention|transformers"
+PROJECTS += r"|FlagAttention|llm-foundry|llama(?:\.cpp)?|TileOPs|MinivLLM|FlagTree|CCCL|CUB"
+# "vLLM's 936", "issues 3585 and 3586", "#1745", "2316199c" don't say what they lead to.
+VAGUE = re.compile(
+    rf"\b(?:{PROJECTS})(?:'s)? #?\d{{3,6}}\b(?![.,]\d)"
+    r"|\b(?:issues?|pull requests?|PRs?) #?\d{2,6}\b|(?<![\w&/#])#\d{2,6}\b|\barXiv:\d"
+    r"|\b(?=[0-9]*[a-f])(?=[a-f]*[0-9])[0-9a-f]{8,40}\b",
     re.IGNORECASE,
 )
 
@@ -49,24 +48,23 @@ def source_of(url: str) -> Source:
     url = url.rstrip(".,;")
     if match := re.match(r"https?://arxiv\.org/(?:abs|pdf)/(\d+\.\d+)", url):
         return Source("paper", "arxiv.org", match[1])
-    match = GITHUB.match(url)
+    match = re.fullmatch(GITHUB, url)
     if not match or match[2] not in KINDS:
         return Source("page", url.partition("//")[2].rstrip("/"), "")
-    place, what, name = match.groups()
-    if what in ("blob", "tree", "commit"):
-        version, *path = name.split("/")
-        name = "/".join(
-            [version[:8] if re.fullmatch("[0-9a-f]{8,40}", version) else version, *path]
-        )
-    return Source(KINDS[what], place.lower(), name or "")
+    place, what, (first, *path) = match[1].lower(), match[2], (match[3] or "").split("/")
+    if KINDS[what] in THREADS:
+        return Source(KINDS[what], place, first)  # whichever of its pages or comments
+    is_hash = re.fullmatch("[0-9a-f]{8,40}", first)
+    return Source(KINDS[what], place, "/".join([first[:8] if is_hash else first, *path]))
 
 
-def texts_of(path: Path) -> list[str]:
-    """A document's text, a notebook's cells, a module's text."""
+def texts_of(path: Path, cells: tuple[str, ...] = ("markdown", "code")) -> list[str]:
+    """A document's text, the texts of a notebook's cells, a module's text."""
     text = path.read_text(encoding="utf-8")
     if path.suffix != ".ipynb":
         return [text]
-    return ["".join(cell["source"]) for cell in json.loads(text)["cells"]]
+    read = json.loads(text)["cells"]
+    return ["".join(cell["source"]) for cell in read if cell["cell_type"] in cells]
 
 
 def citing_files() -> list[Path]:
@@ -152,4 +150,4 @@ def faults_of(text: str) -> list[str]:
             if (kind.lower(), number) != (source.kind, source.name):
                 faults.append(f"[{words}] leads to {source.kind} {source.name}")
     rest = re.sub(r"```.*?```|`[^`]*`", "", LINK.sub("", text), flags=re.DOTALL)
-    return faults + [match.group() for match in BARE.finditer(URL.sub("", rest))]
+    return faults + [match.group() for match in VAGUE.finditer(URL.sub("", rest))]

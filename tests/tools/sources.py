@@ -2,8 +2,8 @@
 
 .venv/bin/python tests/tools/sources.py
 
-An entry that nobody cites goes. A citation without an entry is printed: open it, read it, and write
-its row.
+An entry that nobody cites goes. A citation without an entry is printed: open it, read it, and
+write its row.
 """
 
 from __future__ import annotations
