@@ -20,6 +20,7 @@ KINDS |= {"tree": "folder", None: "repository"}
 THREADS = ("issue", "pull request")
 LINK = re.compile(r"(?<!!)\[([^][]*)\]\((https?://[^)\s]+)\)")
 URL = re.compile(r"https?://[^\s)\]>\"'`|]+")
+EXAMPLE = re.compile(r"```.*?```|(?<!`)`[^`\n]*`", re.DOTALL)
 DOCSTRINGS = re.compile(r"^( *)Source:(.*(?:\n\1  .*)*)", re.MULTILINE)
 FILE = re.compile(r"[\w/]+\.(?:cuh|cu|rst|py)\b")
 SHORT = re.compile(r"\b([A-Za-z][\w-]*/[\w.-]+)(?:#(\d+)|,? ([0-9a-f]{8,40})\b)")
@@ -74,12 +75,12 @@ def citing_files() -> list[Path]:
 
 
 def sources_in(text: str) -> set[Source]:
-    """What a text's links lead to, but for its examples'."""
-    return {source_of(url) for url in URL.findall(re.sub(r"```.*?```", "", text, flags=re.DOTALL))}
+    """What a text's links lead to, but for those of its examples."""
+    return {source_of(url) for url in URL.findall(EXAMPLE.sub("", text))}
 
 
 def sources_in_code(text: str) -> set[Source]:
-    found, rest = sources_in(text), URL.sub("", text)
+    found, rest = {source_of(url) for url in URL.findall(text)}, URL.sub("", text)
     for place, number, version in SHORT.findall(rest):
         found.add(Source("thread" if number else "commit", place.lower(), number or version[:8]))
     for _, named in DOCSTRINGS.findall(rest):
@@ -144,10 +145,10 @@ def all_citations() -> dict[str, set[Source]]:
 def faults_of(text: str) -> list[str]:
     """Citations in prose that are no links, and links whose words name another thread or kind."""
     faults = []
-    for words, url in LINK.findall(text):
+    for words, url in LINK.findall(EXAMPLE.sub("", text)):
         source = source_of(url)
         for kind, number in NUMBERED.findall(words):
             if (kind.lower(), number) != (source.kind, source.name):
                 faults.append(f"[{words}] leads to {source.kind} {source.name}")
-    rest = re.sub(r"```.*?```|`[^`]*`", "", LINK.sub("", text), flags=re.DOTALL)
+    rest = EXAMPLE.sub("", LINK.sub("", text))
     return faults + [match.group() for match in VAGUE.finditer(URL.sub("", rest))]
