@@ -3,8 +3,9 @@
 make test-browser [NOTEBOOKS="notebooks/00_paged_kv_cache.ipynb ..."]
 
 A fault is a cell that ends in an error, SILENT seconds in which a running notebook shows nothing
-new, or an output or a text that is wider than the page. Screenshots go to figures/local/browser,
-which git ignores: look at them. Lines of code that scroll are counted, and are no fault.
+new, an output or a text that is wider than the page, or a printed line that breaks because it is.
+Screenshots go to figures/local/browser, which git ignores: look at them. Lines of code that scroll
+are counted, and are no fault.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ SILENT = 60.0  # seconds
 
 SETTINGS = {
     # every cell is in the page, also those that are out of sight
-    "notebook-extension/tracker": {"windowingMode": "none"},
+    "notebook-extension/tracker": {"windowingMode": "none", "scrollPastEnd": False},
     "apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False},
     "docmanager-extension/plugin": {"autosave": False},
 }
@@ -150,8 +151,15 @@ WIDE = """() => {
                         ? 0 : part.scrollWidth - part.clientWidth;
                     over = Math.max(over, hidden, box.width ? box.right - edge : 0);
                 }
-                if (over > 1) found.push({kind, cell: number, pixels: Math.round(over)});
+                if (over > 1) found.push({kind, cell: number, size: Math.round(over)});
             }
+        }
+        for (const text of cell.querySelectorAll('.jp-OutputArea-output pre')) {
+            const pen = document.createElement('canvas').getContext('2d');
+            pen.font = getComputedStyle(text).font;
+            const longest = Math.max(...text.textContent.split('\\n').map(line => line.length));
+            const fits = Math.floor(text.clientWidth / pen.measureText('0').width);
+            if (longest > fits) found.push({kind: 'line', cell: number, size: longest});
         }
     });
     return found;
@@ -196,10 +204,15 @@ def look(page: Page, name: str, width: int) -> tuple[list[str], int]:
         scroller.evaluate("(panel, top) => panel.scrollTo(0, top)", top)
         page.wait_for_timeout(150)
         page.screenshot(path=PICTURES / f"{name}_{width}_{number:02}.png")
+    says = {
+        "output": "an output is {} px too wide",
+        "text": "a text is {} px too wide",
+        "line": "a printed line of {} characters breaks",
+    }
     faults = [
-        f"{w['kind']} of cell {w['cell']} is {w['pixels']} px too wide at {width} px"
+        f"cell {w['cell']}, at {width} px: {says[w['kind']].format(w['size'])}"
         for w in wide
-        if w["kind"] != "code"
+        if w["kind"] in says
     ]
     return faults, sum(w["kind"] == "code" for w in wide)
 
