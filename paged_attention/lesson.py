@@ -26,6 +26,7 @@ SERIES = (
     "fused_phase2",
     "grid_even_share",
     "final_kernel",
+    "one_decode_step",
     "real_model",
 )
 

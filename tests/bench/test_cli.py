@@ -36,7 +36,7 @@ def in_little_time(monkeypatch):
     """In this process; the run in a process of its own measures the machine, and takes turns."""
     monkeypatch.setattr(cli, "calibrate", lambda device: PROFILE)
     monkeypatch.setattr(ladder, "_TURN_SECONDS", 0.0)
-    monkeypatch.setattr(ladder, "_MOST_ROUNDS", 3)
+    monkeypatch.setattr(contender, "MOST_ROUNDS", 3)
 
 
 def files_under(folder):
@@ -227,7 +227,7 @@ def test_other_dtypes_are_measured_too(dtype, run):
 @quick
 def test_dtypes_go_by_short_names_and_by_torchs():
     for name, dtype in {"fp16": torch.float16, "bfloat16": torch.bfloat16}.items():
-        settings, _, _ = arguments.parse(["--dtype", name])
+        settings = arguments.parse(["--dtype", name]).settings
         assert settings.dtype == dtype
 
 
@@ -516,14 +516,14 @@ def test_ctrl_c_keeps_what_was_measured(run, monkeypatch):
 
 
 def interrupt_at(context, monkeypatch):
-    measure = cli.measure_step
+    measure = ladder.measure_step
 
     def measure_step(settings, seq_lens, *others):
         if seq_lens == [context]:
             raise KeyboardInterrupt
         measure(settings, seq_lens, *others)
 
-    monkeypatch.setattr(cli, "measure_step", measure_step)
+    monkeypatch.setattr(ladder, "measure_step", measure_step)
 
 
 @quick
@@ -578,7 +578,7 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
 
 @quick
 def test_the_defaults_are_the_series_workload():
-    settings, contexts, out = arguments.parse([])
+    settings, contexts, _, out = arguments.parse([])
     device = "cuda" if torch.cuda.is_available() else "cpu"
     assert settings == Settings(device, 24, 4, 256, 16, torch.float32, 512, LADDER, ())
     assert (contexts, out) == (None, Path("figures/local"))

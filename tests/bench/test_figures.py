@@ -324,7 +324,7 @@ def test_without_matplotlib_a_line_says_what_to_install(tmp_path, capsys, monkey
     def draws_nothing(run):
         raise ImportError("No module named 'matplotlib'")
 
-    monkeypatch.setitem(figures.FIGURES, "", draws_nothing)
+    monkeypatch.setitem(figures.FIGURES["ladder"], "", draws_nothing)
     (tmp_path / "a.json").write_text(json.dumps(run_of(64)))
     assert figures.main([str(tmp_path)]) == 1
     assert capsys.readouterr().err == "Figures need matplotlib: pip install -e .[notebooks]\n"

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 
 from paged_attention import plan_decode
-from paged_attention.bench import ladder, memory, peers, predictions
+from paged_attention.bench import contender, ladder, memory, peers, predictions
 from paged_attention.bench.contender import TOLERANCES
 from paged_attention.bench.peers import vllm_cpu
 from paged_attention.bench.peers.ours import KernelCall
@@ -289,7 +289,7 @@ def test_the_device_that_is_measured_is_not_predicted(monkeypatch):
 
 
 def test_the_kernels_peak_in_the_ladder_is_a_first_calls_the_workspace_included(monkeypatch):
-    monkeypatch.setattr(ladder, "_MOST_ROUNDS", 3)
+    monkeypatch.setattr(contender, "MOST_ROUNDS", 3)
     shape = {"num_heads": 6, "num_kv_heads": 2, "head_size": 16}
     settings = Settings(stages=("paged_attention",), peers=("paged_attention_HND",), **shape)
     kept = []

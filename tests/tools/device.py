@@ -92,7 +92,7 @@ def parsed(argv):
     parser.add_argument("--graph", action="store_true", help="this part alone, in this process")
     parser.add_argument("ladder", nargs="*", help="options of python -m paged_attention, after --")
     options = parser.parse_args(argv)
-    settings, contexts, _ = parse(["--device", options.device, "--peers", *options.ladder])
+    settings, contexts, *_ = parse(["--device", options.device, "--peers", *options.ladder])
     options.device = settings.device
     kind = torch.device(options.device).type
     if not contexts:
