@@ -20,6 +20,8 @@ KINDS |= {"tree": "folder", None: "repository"}
 THREADS = ("issue", "pull request")
 LINK = re.compile(r"(?<!!)\[([^][]*)\]\((https?://[^)\s]+)\)")
 URL = re.compile(r"https?://[^\s)\]>\"'`|]+")
+BADGE = re.compile(r"\[!\[[^]]*\]\([^)]*\)\]\([^)]*\)")
+OURS = re.search(r'^Repository = "(\S+)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
 EXAMPLE = re.compile(r"```.*?```|(?<!`)`[^`\n]*`", re.DOTALL)
 DOCSTRINGS = re.compile(r"^( *)Source:(.*(?:\n\1  .*)*)", re.MULTILINE)
 FILE = re.compile(r"[\w/]+\.(?:cuh|cu|rst|py)\b")
@@ -75,8 +77,9 @@ def citing_files() -> list[Path]:
 
 
 def sources_in(text: str) -> set[Source]:
-    """What a text's links lead to, but for those of its examples."""
-    return {source_of(url) for url in URL.findall(EXAMPLE.sub("", text))}
+    """What a text's links lead to, but for its examples, its badges and this project's address."""
+    urls = URL.findall(EXAMPLE.sub("", BADGE.sub("", text)))
+    return {source_of(url) for url in urls if not OURS or url != OURS[1]}
 
 
 def sources_in_code(text: str) -> set[Source]:
