@@ -106,9 +106,8 @@ def test_what_the_parts_leave_is_unexplained_and_may_be_negative():
     for measured, left in ((4.0, 0.5), (3.0, -0.5)):
         bars = explained({"a": measured}, parts)
         assert bars["a"]["unexplained"] == left
-        assert f"unexplained {left:.2f} s" in draw_explained(bars, caption="x").alt.replace(
-            "-500000000 us", "-0.50 s"
-        ).replace("500 ms", "0.50 s")
+        sign = "-" * (left < 0)
+        assert f"unexplained {sign}500 ms" in draw_explained(bars, caption="x").alt
 
 
 def test_the_verdict_compares_here_and_elsewhere():
@@ -134,9 +133,8 @@ def test_stages_before_are_those_before():
 
 def test_a_busy_machine_is_named_and_a_quiet_one_too():
     assert quietness([took(1.0, 0.98, 1.02)]).startswith("The machine was quiet: quartiles")
-    assert quietness([took(1.0), took(1.0, 0.8, 1.2)]).startswith(
-        "The machine was busy: quartiles"
-    )
+    busy = quietness([took(1.0), took(1.0, 0.8, 1.2)])
+    assert busy.startswith("The machine was busy: quartiles lie up to 50% apart")
     assert spread(took(1.0, 0.8, 1.2)) == "(800 ms to 1.20 s)"
 
 

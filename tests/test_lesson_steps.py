@@ -1,4 +1,4 @@
-"""The checkers of the steps: right answers of any kind pass, and each wrong one has its sentence."""
+"""The checkers of steps: any right answer passes, and each wrong one has its sentence."""
 
 from __future__ import annotations
 
@@ -350,7 +350,7 @@ WRONG = [
     ("merge_as_product", with_the_column, "drop it"),
     ("wave_update", not_rescaled, "added as they are|and acc isn't|wrong"),
     ("wave_update", acc_left, "acc isn't brought along"),
-    ("wave_update", overwritten, "those before are forgotten"),
+    ("wave_update", overwritten, "the others are forgotten"),
     ("wave_update", nan_at_first, "slots without a token|-inf - -inf is NaN"),
     ("wave_update", normalised, "divided already"),
 ]

@@ -47,12 +47,10 @@ def way_of(call: Callable[[], object], key_cache: Tensor, value_cache: Tensor) -
     """
     with _Places(key_cache, value_cache) as places:
         call()
-    way = dict.fromkeys(PARTS, Part())
-    last_product = max(
-        (i for i, (place, _) in enumerate(places.seen) if place == STATES), default=0
-    )
+    way: dict[str, Part] = dict.fromkeys(PARTS, Part())
+    products = [i for i, (place, _) in enumerate(places.seen) if place == STATES]
     for i, (place, cost) in enumerate(places.seen):
-        if i > last_product and place == WEIGHTS:
+        if i > max(products, default=0) and place == WEIGHTS:
             place = RESULT  # maxima and sums, once the states of all partitions are made
         way[PARTS[place - 1]] += cost
     return way
@@ -95,7 +93,7 @@ class _Places(OpCounter):
             self.seen.append((place, cost))
 
     def _put(self, tensor: Tensor, place: int | None) -> None:
-        start = tensor.storage_offset() * tensor.element_size()
+        start = int(tensor.storage_offset()) * tensor.element_size()
         if tensor.nbytes == tensor.untyped_storage().nbytes():  # all of it, so it may be new
             self._places.pop(_storage(tensor), None)
         firsts, places = self._places.setdefault(_storage(tensor), ([], {}))
@@ -105,7 +103,7 @@ class _Places(OpCounter):
 
     def _place(self, tensor: Tensor) -> int | None:
         """Where the piece stands that begins last before the tensor's first byte."""
-        start = tensor.storage_offset() * tensor.element_size()
+        start = int(tensor.storage_offset()) * tensor.element_size()
         firsts, places = self._places.get(_storage(tensor), ([], {}))
         before = bisect.bisect(firsts, start)
         return places[firsts[before - 1]] if before else None

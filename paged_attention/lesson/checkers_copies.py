@@ -178,9 +178,7 @@ def one_tile(function: Function) -> str:
         wrong = {(kv_heads * group, lanes): "leave the heads grouped"}
         got = tensor_of(result, (kv_heads, group, lanes), case, wrong)
         if calls and tokens <= size:
-            raise Misunderstood(
-                f"{case}: they fit one partition, and took two phases all the same"
-            )
+            raise Misunderstood(f"{case}: they fit one partition, and took two phases")
         if not calls and tokens > size:
             raise Misunderstood(f"{case}: they need more than one, and took the short way")
         if not close(got, right):

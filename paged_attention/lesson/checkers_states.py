@@ -138,11 +138,9 @@ def _state_of(x: Tensor, v: Tensor) -> State:
 def _merged(states: list[State]) -> tuple[Tensor, Tensor]:
     """(acc / s, m + log s) of all of them together, in float64."""
     lse = torch.stack([m.double() + s.double().log() for m, s, _ in states])
-    outs = torch.stack(
-        [acc.double() / s.double().clamp_min(1e-300)[:, None] for _, s, acc in states]
-    )
+    outs = [acc.double() / s.double().clamp_min(1e-300)[:, None] for _, s, acc in states]
     shares = torch.softmax(lse, 0).nan_to_num(0.0)
-    return (shares[..., None] * outs).sum(0), lse.logsumexp(0)
+    return (shares[..., None] * torch.stack(outs)).sum(0), lse.logsumexp(0)
 
 
 def _parts_of(result: Any, case: str) -> State:
@@ -174,9 +172,7 @@ def _judge(result: Any, states: list[State], case: str) -> None:
     if close(acc, sum((x[2] for x in before), acc_b).double()):
         raise Misunderstood(f"s is brought to the larger maximum for {case}, and acc isn't")
     if close(acc / s[:, None], acc_b.double() / s_b.double()[:, None]):
-        raise Misunderstood(
-            f"only the newest state is left for {case}: those before are forgotten"
-        )
+        raise Misunderstood(f"only the newest state is left for {case}: the others are forgotten")
     if close(m + s.log(), lse):
         raise Misunderstood(f"m and s are right for {case}, and acc isn't brought along")
     if close(acc / s[:, None], right):

@@ -21,7 +21,7 @@ def draw_way_of(stage: Stage, *, before: Stage | None = None, tokens: int = 100_
              before: the stage that it is compared with; what moves other bytes is drawn in colour
              tokens: of the one sequence
     """
-    shape = Shape([tokens])
+    shape = Shape((tokens,))
     inputs = shape.inputs()
     caches = inputs.key_cache, inputs.value_cache
     ways = [way_of(lambda s=s: s(*inputs, 1 / 16), *caches) for s in (stage, before) if s]
@@ -38,7 +38,7 @@ def draw_explanation(
              tokens: which of the lengths
              profile: of this machine, from `measure.calibrate`
     """
-    shape = Shape([tokens])
+    shape = Shape((tokens,))
     parts = {name: parts_of(predict(name, shape, profile).steps, profile) for name in measured}
     bars = explained({name: runs[tokens].seconds for name, runs in measured.items()}, parts)
     tell(bars)
@@ -69,6 +69,6 @@ def draw_device_verdict(
 
 
 def _seconds(name: str, tokens: int, profile: DeviceProfile):
-    seconds = predict(name, Shape([tokens]), profile).seconds
+    seconds = predict(name, Shape((tokens,)), profile).seconds
     assert seconds is not None  # there is a profile
     return seconds

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import TypeVar
 
 Item = TypeVar("Item")
@@ -27,11 +27,5 @@ def shown(items: Iterable[Item], what: str) -> Iterator[Item]:
     if not hasattr(get_ipython(), "kernel"):
         yield from items
         return
-    yield from tqdm(
-        items, desc=what, file=sys.stdout, ncols=70, leave=False, disable=_alone(items)
-    )
+    yield from tqdm(items, desc=what, file=sys.stdout, ncols=70, leave=False)
     clear_output()
-
-
-def _alone(items: Sequence[object]) -> bool:
-    return len(items) < 2

@@ -19,7 +19,7 @@ BUSY = 1.25  # quartiles further apart than this say that something else was run
 
 
 def stages_before(name: str) -> dict[str, Callable[..., torch.Tensor]]:
-    """The stages that come before one, in teaching order. All six for a name that is no stage's."""
+    """The stages before one, in teaching order. All six for a name that is no stage's."""
     names = list(STAGES)
     return {n: STAGES[n] for n in names[: names.index(name) if name in STAGES else None]}
 
@@ -30,7 +30,7 @@ def costs(stages: Stages, tokens: int = 100_000) -> dict[str, Cost]:
     Args:    stages: by name; functions with a stage's signature
              tokens: of the one sequence
     """
-    inputs = Shape([tokens]).inputs()
+    inputs = Shape((tokens,)).inputs()
     return {
         name: cost_of(lambda stage=stage: stage(*inputs, 1 / 16))
         for name, stage in shown(list(stages.items()), "counting")

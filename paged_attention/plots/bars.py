@@ -23,6 +23,9 @@ PART_COLOURS = {
 }
 
 
+_TICKS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)
+
+
 def explained(
     measured: Mapping[str, float], parts: Mapping[str, Mapping[str, float]]
 ) -> dict[str, dict[str, float]]:
@@ -60,7 +63,7 @@ def draw_explained(bars: Mapping[str, Mapping[str, float]], *, caption: str) -> 
             hatch = None if seconds >= 0 else "////"
             colour = PART_COLOURS[part] if seconds >= 0 else "none"
             ax.barh(row, 1e3 * abs(seconds), left=1e3 * start, height=0.62, color=colour,
-                    hatch=hatch, edgecolor="white" if seconds >= 0 else INK, linewidth=0.6)  # fmt: skip
+                    hatch=hatch, edgecolor=INK if hatch else "white", linewidth=0.6)  # fmt: skip
             if seconds > 0.07 * longest:
                 dark = part in ("operations", "rearranged bytes")
                 ax.text(1e3 * (start + seconds / 2), row, human_seconds(seconds), fontsize=8,
@@ -81,7 +84,8 @@ def draw_explained(bars: Mapping[str, Mapping[str, float]], *, caption: str) -> 
 
 
 def _sum(parts: Mapping[str, float]) -> str:
-    return " + ".join(f"{part} {human_seconds(seconds)}" for part, seconds in parts.items())
+    signed = {part: "-" * (s < 0) + human_seconds(abs(s)) for part, s in parts.items()}
+    return " + ".join(f"{part} {seconds}" for part, seconds in signed.items())
 
 
 def tell(bars: Mapping[str, Mapping[str, float]]) -> None:
@@ -135,9 +139,7 @@ def draw_verdict(
     ax.tick_params(axis="y", labelsize=9)
     ax.invert_yaxis()
     low, high = ax.get_xlim()
-    xs = [
-        x for x in (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100) if low <= x <= high
-    ]
+    xs = [x for x in _TICKS if low <= x <= high]
     ax.set_xticks(xs, [f"{x:g}" for x in xs])
     ax.xaxis.set_minor_formatter("")
     ax.set_xlabel(f"time of {names[1]} / time of {names[0]}: left of 1 it is faster, right slower")

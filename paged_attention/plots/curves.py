@@ -19,7 +19,7 @@ from paged_attention.measure.profiles import Figure as Band
 from paged_attention.measure.timing import Measurement
 from paged_attention.measure.units import human_bytes, human_seconds
 from paged_attention.measure.yardstick import Floor
-from paged_attention.plots.canvas import legend_above, new_panels
+from paged_attention.plots.canvas import legend_above, listed, new_panels
 from paged_attention.plots.picture import Picture
 from paged_attention.plots.style import (
     FLOOR_COLOUR,
@@ -109,11 +109,8 @@ def draw_floor(
         ax.plot(list(floors), slow, ":", color=colour, label=label)
     _finish(ax, floors, "time to read K and V once", human_seconds)
     caption(figure, [f"torch {torch.__version__}; {bytes_per_token:,} bytes a token."])
-    alt = (
-        "Time to read K and V once, against length: measured here, and predicted for "
-        + ", ".join(n for n, p in profiles.items() if p.bandwidth)
-        + "."
-    )
+    others = listed(name for name, profile in profiles.items() if profile.bandwidth)
+    alt = f"Time to read K and V once against length, measured here and predicted for {others}."
     return Picture(figure, alt)
 
 
@@ -198,14 +195,11 @@ def draw_breakdown(
     ax.set_xlabel("milliseconds inside operations")
     legend_above(ax, len(bars[0]))
     caption(figure, [_where(device_name(device), shape)])
-    alt = (
-        "Time inside operations, by kind, as stacked bars. "
-        + "; ".join(
-            f"{n}: " + ", ".join(f"{k} {human_seconds(s)}" for k, s in b.items() if s)
-            for n, b in breakdowns.items()
-        )
-        + "."
+    bars_in_words = (
+        f"{name}: " + listed(f"{kind} {human_seconds(s)}" for kind, s in bar.items() if s)
+        for name, bar in breakdowns.items()
     )
+    alt = "Time inside operations, by kind, as stacked bars. " + "; ".join(bars_in_words) + "."
     return Picture(figure, alt)
 
 
@@ -222,11 +216,8 @@ def draw_weights(heads: Mapping[str, torch.Tensor]) -> Picture:
         ax.set(yscale="log", ylim=(1e-7, 5), xlim=(-0.02 * tokens, tokens), ylabel="weight")
         ax.set_title(title, fontsize=10, loc="left")
     panels[-1].set_xlabel("position in the text")
-    alt = (
-        "Attention weights against position: "
-        + "; ".join(f"{t}, largest {float(w.max()):.2g}" for t, w in heads.items())
-        + "."
-    )
+    largest = listed(f"{title}, largest {float(w.max()):.2g}" for title, w in heads.items())
+    alt = f"Attention weights against position: {largest}."
     return Picture(figure, alt)
 
 

@@ -48,7 +48,10 @@ def draw_padding(seq_lens: Sequence[int], block_size: int) -> Picture:
         unused = f"{1 - used / held:.0%} unused (hatched)"
         finish(ax, f"{title}: {held} slots hold {used} tokens, {unused}")
         ax.set_xlim(-0.06 * longest, 1.07 * longest)
-    alt = f"Sequences of {listed(seq_lens)} tokens stored twice: each padded to the longest, and in blocks of {block_size} tokens, where little stays unused."
+    alt = (
+        f"Sequences of {listed(seq_lens)} tokens stored twice: each padded to the longest, and in "
+        f"blocks of {block_size} tokens, where little stays unused."
+    )
     return Picture(figure, alt)
 
 
@@ -64,13 +67,8 @@ def draw_addresses(offsets_by_layout: Mapping[str, Sequence[int]], num_slots: in
         for offset in offsets:
             box(ax, offset, 0, 1, 1, SEQUENCE_COLOURS[0], edgecolor="none")
         finish(ax, f"{name}: the dark ones of a block's {num_slots} elements")
-    alt = (
-        "Where one key lies in its block: "
-        + "; ".join(
-            f"{n}: elements {listed(sorted(o)[:8])} ..." for n, o in offsets_by_layout.items()
-        )
-        + "."
-    )
+    places = (f"{name}: {listed(sorted(o)[:8])} ..." for name, o in offsets_by_layout.items())
+    alt = "The elements of a block that hold one key. " + "; ".join(places)
     return Picture(figure, alt)
 
 
@@ -91,7 +89,7 @@ def draw_partitions(seq_lens: Sequence[int], partition_size: int) -> Picture:
         ax.text(seq_len, 0.4 - seq, words, fontsize=8, color=INK, va="center")
     finish(ax)
     ax.set_xlim(0, 1.3 * max(seq_lens))
-    alt = f"Sequences of {listed(seq_lens)} tokens, cut into partitions of {partition_size}; the last partition of each is what is left."
+    alt = f"Sequences of {listed(seq_lens)} tokens, cut into partitions of {partition_size}."
     return Picture(figure, alt)
 
 
@@ -113,11 +111,8 @@ def draw_cells(matrices: Mapping[str, torch.Tensor]) -> Picture:
                 hatch = "/////" if text == "-inf" else None
                 box(ax, column, -row, 1, 1, colour, text=text, text_size=7, hatch=hatch)
         finish(ax, title)
-    alt = (
-        "Small matrices, a box for each number: "
-        + "; ".join(f"{t}, {len(m)} x {len(m[0])}" for t, m in matrices.items())
-        + "."
-    )
+    sizes = listed(f"{title} ({len(m)} x {len(m[0])})" for title, m in matrices.items())
+    alt = f"Small matrices, a box for each number: {sizes}."
     return Picture(figure, alt)
 
 
@@ -160,14 +155,11 @@ def draw_steps(steps: Mapping[str, Sequence[int]], labels: Sequence[str]) -> Pic
     ax.spines["left"].set_visible(False)
     ax.autoscale_view()
     ax.set_xlim(left=0)
-    alt = (
-        "Steps of a generation by kind: "
-        + "; ".join(
-            f"{t}: " + ", ".join(f"{label} {list(k).count(i)}" for i, label in enumerate(labels))
-            for t, k in steps.items()
-        )
-        + "."
+    totals = (
+        f"{title}: " + listed(f"{label} {list(kinds).count(i)}" for i, label in enumerate(labels))
+        for title, kinds in steps.items()
     )
+    alt = "Steps of a generation by kind. " + "; ".join(totals) + "."
     return Picture(figure, alt)
 
 
@@ -208,5 +200,6 @@ def draw_path(steps: Sequence[str], here: str) -> Picture:
             bold=current, edgecolor=INK if current else "none", linewidth=2.5,
         )  # fmt: skip
     finish(ax)
-    alt = f"The series' notebooks in their order; this is number {steps.index(here)}, {here.replace('_', ' ')}."
+    number, name = steps.index(here), here.replace("_", " ")
+    alt = f"The series' notebooks in their order; this is number {number}, {name}."
     return Picture(figure, alt)

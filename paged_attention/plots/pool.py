@@ -49,7 +49,7 @@ def draw_history(history: Sequence[Mapping[str, Sequence[int]]], num_blocks: int
     legend_above(ax, len(handles), handles=handles)
     ax.set(xlabel="step", ylabel="block of the pool")
     ax.grid(False)
-    alt = f"The owner of each of {num_blocks} blocks over {len(history)} steps: {listed(names)}, free or shared."
+    alt = f"The owner of each of {num_blocks} blocks over {len(history)} steps: {listed(names)}."
     return Picture(figure, alt)
 
 
@@ -70,11 +70,8 @@ def draw_mass(mass: torch.Tensor, titles: Sequence[str]) -> Picture:
     ax.set_xlabel("block of the sequence, in logical order")
     ax.grid(False)
     figure.colorbar(image, ax=ax, label="share of attention", pad=0.01)
-    alt = (
-        "The share of attention of each block: "
-        + "; ".join(f"{t}, most in block {int(row.argmax())}" for t, row in zip(titles, mass))
-        + "."
-    )
+    most = listed(f"{title} in block {int(row.argmax())}" for title, row in zip(titles, mass))
+    alt = f"The share of attention that each block has; most of it has {most}."
     return Picture(figure, alt)
 
 
@@ -116,12 +113,9 @@ def draw_pool(cache: PagedKVCache, seq_ids: Sequence[str], *, blocks_per_row: in
         if len(owners.get(block, ())) > 1:
             box(ax, left, bottom, block_size, 1, "none", edgecolor=INK, linewidth=2)
     finish(ax)
-    alt = (
-        f"A pool of {num_blocks} blocks: "
-        + "; ".join(
-            f"{s} has {n} tokens in blocks {listed(r[: ceil_div(n, block_size)])}"
-            for s, r, n in zip(seq_ids, tables, lens)
-        )
-        + "."
+    held_by = (
+        f"{seq_id} has {n} tokens in blocks {listed(row[: ceil_div(n, block_size)])}"
+        for seq_id, row, n in zip(seq_ids, tables, lens)
     )
+    alt = f"A pool of {num_blocks} blocks: " + "; ".join(held_by) + "."
     return Picture(figure, alt)

@@ -80,7 +80,7 @@ def bound_by(statement):
 
 
 def solutions(path):
-    """{name: source}, from the notebook's file of solutions, or from the text under an exercise."""
+    """{name: source}, from the notebook's file of solutions or the text under its exercises."""
     file = path.parent / "solutions" / f"{path.stem}.py"
     if file.exists():
         text = file.read_text(encoding="utf-8")
