@@ -18,7 +18,8 @@ NVRTC  ?= 11 12
 # test-oldest has nothing but torch, numpy, pytest and hypothesis, so it runs all tests except those of
 # what surrounds the package: notebooks, figures, command line, packaging, transformers.
 UNIT_TESTS := tests/kernel tests/stages tests/cost tests/measure tests/test_cache.py \
-              tests/test_malformed_cache.py tests/test_lesson.py tests/test_second_witness.py \
+              tests/test_malformed_cache.py tests/test_lesson.py tests/test_lesson_steps.py \
+              tests/test_second_witness.py \
               tests/clients/test_vllm_corex.py tests/clients/test_vllm_dispatch.py \
               tests/clients/test_vllm_merge.py tests/clients/test_vllm_ops.py \
               tests/clients/test_vllm_plugin.py tests/clients/test_vllm_port.py \

@@ -14,13 +14,14 @@ from paged_attention.plots.canvas import (
     box,
     finish,
     legend_above,
+    listed,
     new_panels,
     sequence_colour,
 )
-from paged_attention.plots.style import Figure
+from paged_attention.plots.picture import Picture
 
 
-def draw_history(history: Sequence[Mapping[str, Sequence[int]]], num_blocks: int) -> Figure:
+def draw_history(history: Sequence[Mapping[str, Sequence[int]]], num_blocks: int) -> Picture:
     """A pool over time: a column for each step, a row for each block, coloured by its owner.
 
     Args:    history: for each step, {sequence: its block ids}; a block that several sequences own
@@ -48,10 +49,11 @@ def draw_history(history: Sequence[Mapping[str, Sequence[int]]], num_blocks: int
     legend_above(ax, len(handles), handles=handles)
     ax.set(xlabel="step", ylabel="block of the pool")
     ax.grid(False)
-    return figure
+    alt = f"The owner of each of {num_blocks} blocks over {len(history)} steps: {listed(names)}."
+    return Picture(figure, alt)
 
 
-def draw_mass(mass: torch.Tensor, titles: Sequence[str]) -> Figure:
+def draw_mass(mass: torch.Tensor, titles: Sequence[str]) -> Picture:
     """Attention over blocks: a strip for each query head, dark where its weight is.
 
     Args:    mass: (heads, blocks), which sums to 1 over the blocks
@@ -68,10 +70,12 @@ def draw_mass(mass: torch.Tensor, titles: Sequence[str]) -> Figure:
     ax.set_xlabel("block of the sequence, in logical order")
     ax.grid(False)
     figure.colorbar(image, ax=ax, label="share of attention", pad=0.01)
-    return figure
+    most = listed(f"{title} in block {int(row.argmax())}" for title, row in zip(titles, mass))
+    alt = f"The share of attention that each block has; most of it has {most}."
+    return Picture(figure, alt)
 
 
-def draw_pool(cache: PagedKVCache, seq_ids: Sequence[str], *, blocks_per_row: int = 6) -> Figure:
+def draw_pool(cache: PagedKVCache, seq_ids: Sequence[str], *, blocks_per_row: int = 6) -> Picture:
     """A pool of blocks as it is now: a box for each block, a cell for each slot.
 
     A slot shows the sequence that owns it and the token's position ("A17"), in that sequence's
@@ -109,4 +113,9 @@ def draw_pool(cache: PagedKVCache, seq_ids: Sequence[str], *, blocks_per_row: in
         if len(owners.get(block, ())) > 1:
             box(ax, left, bottom, block_size, 1, "none", edgecolor=INK, linewidth=2)
     finish(ax)
-    return figure
+    held_by = (
+        f"{seq_id} has {n} tokens in blocks {listed(row[: ceil_div(n, block_size)])}"
+        for seq_id, row, n in zip(seq_ids, tables, lens)
+    )
+    alt = f"A pool of {num_blocks} blocks: " + "; ".join(held_by) + "."
+    return Picture(figure, alt)

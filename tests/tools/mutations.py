@@ -1079,14 +1079,14 @@ NOTEBOOKS = [
     ),
     notebook(
         "a lesson's check passes always",
-        "paged_attention/lesson.py",
+        "paged_attention/lesson/claims.py",
         "if not _OPERATORS[op](value, bound):",
         "if False:",
         "tests/test_lesson.py",
     ),
     notebook(
         "an exercise takes any answer",
-        "paged_attention/lesson.py",
+        "paged_attention/lesson/claims.py",
         "    if not right:",
         "    if False:",
         "tests/notebooks/test_notebook_runs.py",
