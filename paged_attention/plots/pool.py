@@ -74,7 +74,9 @@ def draw_pool(cache: PagedKVCache, seq_ids: Sequence[str], *, blocks_per_row: in
     for block in range(num_blocks):
         row, column = divmod(block, blocks_per_row)
         left, bottom = column * (block_size + 1.0), -1.6 * row
-        ax.text(left, bottom + 1.08, f"block {block}: slots {block * block_size} to {(block + 1) * block_size - 1}", fontsize=7.5, color=INK, va="bottom")
+        first = block * block_size
+        title = f"block {block}: slots {first} to {first + block_size - 1}"
+        ax.text(left, bottom + 1.08, title, fontsize=7.5, color=INK, va="bottom")
         for offset in range(block_size):
             held = [
                 (seq, start + offset)
