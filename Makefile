@@ -26,8 +26,7 @@ UNIT_TESTS := tests/kernel tests/stages tests/cost tests/measure tests/test_cach
               tests/clients/test_vllm_scratch.py tests/clients/test_vllm_surroundings.py \
               tests/clients/test_vllm_writes.py
 
-.PHONY: help run device test test-model test-transformers test-vllm test-cuda-source test-browser fuzz accuracy lab \
-        notebooks memory launch figures lint test-oldest clean
+.PHONY: help run device test test-model test-transformers test-vllm test-cuda-source test-browser fuzz accuracy lab notebooks memory launch figures lint test-oldest clean
 
 ifeq ($(strip $(VENV)),)
 $(error VENV is empty: name a folder, or none)

@@ -7,7 +7,6 @@ from paged_attention.plots.curves import (
     draw_floor,
     draw_lines,
     draw_wave_sizes,
-    draw_weights,
 )
 from paged_attention.plots.ideas import (
     draw_addresses,
@@ -20,8 +19,9 @@ from paged_attention.plots.ideas import (
     draw_waves,
 )
 from paged_attention.plots.picture import Picture
-from paged_attention.plots.pool import draw_history, draw_mass, draw_pool
+from paged_attention.plots.pool import draw_history, draw_pool
 from paged_attention.plots.way import draw_way
+from paged_attention.plots.weights import draw_mass, draw_weights
 
 __all__ = [
     "Picture",

@@ -203,24 +203,6 @@ def draw_breakdown(
     return Picture(figure, alt)
 
 
-def draw_weights(heads: Mapping[str, torch.Tensor]) -> Picture:
-    """Attention weights against position, log scale: a strip for each head.
-
-    Args:    heads: {title: (tokens,), weights}
-    """
-    figure, panels = new_panels(8.0, *[1.8] * len(heads))
-    for ax, (title, weights) in zip(panels, heads.items()):
-        tokens = len(weights)
-        ax.vlines(range(tokens), 1e-9, weights.tolist(), color="#56B4E9", linewidth=0.6)
-        ax.plot(range(tokens), weights.tolist(), ".", color="#0072B2", markersize=4)
-        ax.set(yscale="log", ylim=(1e-7, 5), xlim=(-0.02 * tokens, tokens), ylabel="weight")
-        ax.set_title(title, fontsize=10, loc="left")
-    panels[-1].set_xlabel("position in the text")
-    largest = listed(f"{title}, largest {float(w.max()):.2g}" for title, w in heads.items())
-    alt = f"Attention weights against position: {largest}."
-    return Picture(figure, alt)
-
-
 def _device_of(floors: Mapping[int, Floor]) -> str:
     return device_name(next(iter(floors.values())).measurement.device)
 

@@ -66,6 +66,8 @@ def draw_addresses(offsets_by_layout: Mapping[str, Sequence[int]], num_slots: in
         box(ax, 0, 0, num_slots, 1, UNUSED)
         for offset in offsets:
             box(ax, offset, 0, 1, 1, SEQUENCE_COLOURS[0], edgecolor="none")
+        for edge in (0, num_slots // 4, num_slots // 2, 3 * num_slots // 4, num_slots):
+            ax.text(edge, -0.1, str(edge), fontsize=8, ha="center", va="top", color=INK)
         finish(ax, f"{name}: the dark ones of a block's {num_slots} elements")
     places = (f"{name}: {listed(sorted(o)[:8])} ..." for name, o in offsets_by_layout.items())
     alt = "The elements of a block that hold one key. " + "; ".join(places)

@@ -15,7 +15,7 @@ SHARPNESS = 2  # pixels of the file for each pixel of the page
 class Picture:
     """A matplotlib figure with an alternative text, for those who can't see it.
 
-    figure: the figure; `figure.savefig` writes it to a file
+    figure: the figure, whose `savefig` writes it to a file
     alt: what the picture says, in a sentence or two
     """
 

@@ -1,10 +1,8 @@
-"""Pictures of a pool of blocks: who owns which block, and how much attention a block gets."""
+"""Pictures of a pool of blocks: who owns which block."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-
-import torch
 
 from paged_attention.cache import PagedKVCache
 from paged_attention.kernel.partition import ceil_div
@@ -53,28 +51,6 @@ def draw_history(history: Sequence[Mapping[str, Sequence[int]]], num_blocks: int
     return Picture(figure, alt)
 
 
-def draw_mass(mass: torch.Tensor, titles: Sequence[str]) -> Picture:
-    """Attention over blocks: a strip for each query head, dark where its weight is.
-
-    Args:    mass: (heads, blocks), which sums to 1 over the blocks
-             titles: of the heads
-    """
-    from matplotlib.colors import LogNorm
-
-    figure, [ax] = new_panels(9.0, 0.3 * len(titles) + 1.3)
-    image = ax.imshow(
-        mass.clamp_min(1e-6).tolist(), cmap="Blues", norm=LogNorm(1e-5, 1), aspect="auto",
-        interpolation="nearest",
-    )  # fmt: skip
-    ax.set_yticks(range(len(titles)), titles, fontsize=8)
-    ax.set_xlabel("block of the sequence, in logical order")
-    ax.grid(False)
-    figure.colorbar(image, ax=ax, label="share of attention", pad=0.01)
-    most = listed(f"{title} in block {int(row.argmax())}" for title, row in zip(titles, mass))
-    alt = f"The share of attention that each block has; most of it has {most}."
-    return Picture(figure, alt)
-
-
 def draw_pool(cache: PagedKVCache, seq_ids: Sequence[str], *, blocks_per_row: int = 6) -> Picture:
     """A pool of blocks as it is now: a box for each block, a cell for each slot.
 
@@ -98,7 +74,9 @@ def draw_pool(cache: PagedKVCache, seq_ids: Sequence[str], *, blocks_per_row: in
     for block in range(num_blocks):
         row, column = divmod(block, blocks_per_row)
         left, bottom = column * (block_size + 1.0), -1.6 * row
-        ax.text(left, bottom + 1.08, f"block {block}", fontsize=7.5, color=INK, va="bottom")
+        first = block * block_size
+        title = f"block {block}: slots {first} to {first + block_size - 1}"
+        ax.text(left, bottom + 1.08, title, fontsize=7.5, color=INK, va="bottom")
         for offset in range(block_size):
             held = [
                 (seq, start + offset)
