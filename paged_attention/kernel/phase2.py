@@ -1,20 +1,25 @@
 """Phase 2: the states of each sequence's partitions become one state, segment by segment."""
 
-from torch import Tensor
+from typing import NamedTuple
 
 from .gather import select
 from .merge import LOWEST, merge_rows
 from .step import Step
+from .workspace import Buffer
 
 
-def phase2(step: Step) -> tuple[Tensor, Tensor]:
+class States(NamedTuple):
+    """The buffers that hold one state of each row, in the batch's order."""
+
+    acc_s: Buffer  # (num_seqs, num_rows, state_columns)
+    m: Buffer  # (num_seqs, num_rows)
+
+
+def phase2(step: Step) -> States:
     """Merge the states of each row.
 
     The merge is a segmented reduction. A row's states are adjacent, and rows of equally many
     states come together, so that nothing is padded.
-
-    Returns: acc_s: (num_seqs, num_rows, state_columns) and m: (num_seqs, num_rows), in the
-             batch's order
     """
     schedule, _, buffers = step
     shape = schedule.shape
@@ -37,11 +42,11 @@ def phase2(step: Step) -> tuple[Tensor, Tensor]:
                 out_acc_s,
                 out_m,
             )
-    acc_s = merged_acc_s[:-1].view(schedule.num_seqs, shape.num_rows, shape.state_columns)
-    m = merged_m.view(schedule.num_seqs, shape.num_rows)
+    merged = States(buffers.merged_acc_s, buffers.merged_m)
     if schedule.inverse is None:
-        return acc_s, m
-    return (
-        select(acc_s, schedule.inverse, buffers.sorted_acc_s()),
-        select(m, schedule.inverse, buffers.sorted_m()),
-    )
+        return merged
+    result = States(buffers.sorted_acc_s, buffers.sorted_m)
+    size = schedule.num_seqs, shape.num_rows
+    select(merged.acc_s(*size, shape.state_columns), schedule.inverse, result.acc_s())
+    select(merged.m(*size), schedule.inverse, result.m())
+    return result
