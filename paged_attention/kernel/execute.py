@@ -10,8 +10,9 @@ from torch import Tensor
 from .call import Call
 from .merge import LOWEST, finish, merge_sink
 from .phase1 import phase1
-from .phase2 import States, phase2
+from .phase2 import phase2
 from .step import Step
+from .workspace import Buffer
 
 
 @torch.no_grad()
@@ -56,7 +57,11 @@ def _scale_query(step: Step, query: Tensor) -> None:
 
 
 def _write_result(
-    step: Step, states: States, too_long: Tensor | None, out: Tensor, lse: Tensor | None
+    step: Step,
+    states: tuple[Buffer, Buffer],
+    too_long: Tensor | None,
+    out: Tensor,
+    lse: Tensor | None,
 ) -> None:
     """out = acc / s * v_scale and lse = m + ln s, or (0, -inf) where no key was seen.
 
@@ -65,9 +70,9 @@ def _write_result(
     """
     shape, options, buffers = step.schedule.shape, step.options, step.buffers
     size = step.schedule.num_seqs, shape.num_heads, shape.q_len
-    acc = states.acc_s(*size, shape.state_columns, columns=shape.head_size)
-    s = states.acc_s(*size, shape.state_columns)[..., shape.head_size]
-    m = states.m(*size)
+    acc_s, m = states[0], states[1](*size)
+    acc = acc_s(*size, shape.state_columns, columns=shape.head_size)
+    s = acc_s(*size, shape.state_columns)[..., shape.head_size]
     if options.sinks is not None:
         sinks = buffers.sinks(shape.num_heads).copy_(options.sinks).unsqueeze(1)
         m = merge_sink(acc, s, m, sinks, buffers.sink_m(*size), buffers.sink_weight(*size))

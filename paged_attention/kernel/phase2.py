@@ -1,25 +1,19 @@
 """Phase 2: the states of each sequence's partitions become one state, segment by segment."""
 
-from typing import NamedTuple
-
 from .gather import select
 from .merge import LOWEST, merge_rows
 from .step import Step
 from .workspace import Buffer
 
 
-class States(NamedTuple):
-    """The buffers that hold one state of each row, in the batch's order."""
-
-    acc_s: Buffer  # (num_seqs, num_rows, state_columns)
-    m: Buffer  # (num_seqs, num_rows)
-
-
-def phase2(step: Step) -> States:
+def phase2(step: Step) -> tuple[Buffer, Buffer]:
     """Merge the states of each row.
 
     The merge is a segmented reduction. A row's states are adjacent, and rows of equally many
     states come together, so that nothing is padded.
+
+    Returns: the buffers that hold acc_s, (num_seqs, num_rows, state_columns), and m, (num_seqs,
+             num_rows), in the batch's order
     """
     schedule, _, buffers = step
     shape = schedule.shape
@@ -42,11 +36,9 @@ def phase2(step: Step) -> States:
                 out_acc_s,
                 out_m,
             )
-    merged = States(buffers.merged_acc_s, buffers.merged_m)
     if schedule.inverse is None:
-        return merged
-    result = States(buffers.sorted_acc_s, buffers.sorted_m)
-    size = schedule.num_seqs, shape.num_rows
-    select(merged.acc_s(*size, shape.state_columns), schedule.inverse, result.acc_s())
-    select(merged.m(*size), schedule.inverse, result.m())
-    return result
+        return buffers.merged_acc_s, buffers.merged_m
+    sorted_acc_s, sorted_m = buffers.sorted_acc_s(), buffers.sorted_m()
+    select(buffers.merged_acc_s(*sorted_acc_s.shape), schedule.inverse, sorted_acc_s)
+    select(buffers.merged_m(*sorted_m.shape), schedule.inverse, sorted_m)
+    return buffers.sorted_acc_s, buffers.sorted_m
