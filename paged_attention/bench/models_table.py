@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from paged_attention.bench.captions import busy
 from paged_attention.bench.models import PLANNED
 from paged_attention.bench.table import aligned
 from paged_attention.measure.units import human_seconds, ratio
@@ -47,17 +48,24 @@ def table(run: dict[str, Any]) -> str:
     """All rows below their heading, and then what is missing."""
     missing = [f"Left out: {one['row']}: {one['reason']}" for one in run["left_out"]]
     lines = aligned([HEADING, *map(cells, run["rows"])])
-    return "\n".join([*lines, *failures(run), *missing])
+    disturbed = [f"{_where(step)}: {line}" for step in run["rows"] for line in busy(step)]
+    return "\n".join([*lines, *failures(run), *disturbed, *missing])
 
 
 def failures(run: dict[str, Any]) -> list[str]:
     """A line for each contender that was wrong or failed."""
     return [
-        f"{step['model']}, {step['batch']} x {step['tokens']:,}: {one['name']} {one['failure']}"
+        f"{_where(step)}: {one['name']} {one['failure']}"
         for step in run["rows"]
         for one in step["peers"]
         if "failure" in one
     ]
+
+
+def _where(step: dict[str, Any]) -> str:
+    shape = step["shape"]
+    cache = f"{SHORT[shape['dtype']]}, q_len {shape['q_len']}"
+    return f"{step['model']}, {step['batch']} x {step['tokens']:,}, {cache}"
 
 
 def markdown(run: dict[str, Any]) -> str:

@@ -54,6 +54,16 @@ def test_the_table_divides_the_times_that_the_json_has(run):
     assert len(models_table.markdown(content).splitlines()) == 2 + len(ROWS)
 
 
+def test_the_table_names_each_row_that_other_processes_disturbed(run):
+    _, content, _ = run("Gemma-2B")
+    for step in content["rows"]:
+        step["other_cores"] = 0.02
+    assert "Other processes" not in models_table.table(content)
+    content["rows"][3]["other_cores"] = 1.04
+    [line] = [x for x in models_table.table(content).splitlines() if "Other processes" in x]
+    assert line.startswith("Gemma-2B, 2 x 19, fp32, q_len 4: Other processes used 1.0 cores")
+
+
 def test_a_row_that_is_too_large_is_left_out_with_the_reason(run, monkeypatch):
     monkeypatch.setattr(models, "MOST_BYTES", 40_000)
     status, content, printed = run("Qwen2.5-0.5B")

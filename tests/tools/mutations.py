@@ -181,11 +181,11 @@ KERNEL = [
     kernel(
         "a sink is merged once per partition, too",
         "phase1.py",
-        "s.index_copy_(0, wave.state_rows, wave_s.view(-1, 1))",
-        "s.index_copy_(0, wave.state_rows, wave_s.view(-1, 1) if options.sinks is None "
-        "else (wave_s.view(wave.num_items, shape.num_heads, -1) + (options.sinks.float("
-        ").view(-1, 1) - wave_m.view(wave.num_items, shape.num_heads, -1)).exp()).view("
-        "-1, 1))",
+        "s.index_copy_(0, wave.state_rows, buffers.wave_s(rows, 1))",
+        "s.index_copy_(0, wave.state_rows, buffers.wave_s(rows, 1) if options.sinks is None "
+        "else (buffers.wave_s(wave.num_items, shape.num_heads, shape.q_len) + ("
+        "options.sinks.float().view(-1, 1) - buffers.wave_m(wave.num_items, shape.num_heads, "
+        "shape.q_len)).exp()).view(-1, 1))",
         FIELD_CASES + " -k sink",
     ),
     # -- phase 1
