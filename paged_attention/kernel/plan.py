@@ -25,6 +25,7 @@ from .options import Options
 from .partition import whole_blocks
 from .schedule import Schedule
 from .shape import StepShape
+from .sharing import Prefixes
 from .step import Step, step_buffers
 from .transforms import refuse_gradients, uncompiled
 from .workspace import Workspace, default_workspace
@@ -125,6 +126,7 @@ class DecodePlan:
         is_capacity: bool,
         partition_size: int | None = None,
         wave_budget: int | None = None,
+        prefixes: Prefixes | None = None,
     ) -> None:
         effective = shape
         if shape.window is not None and shape.window >= max(lengths, default=0):
@@ -138,7 +140,8 @@ class DecodePlan:
         self.shape, self.layout = shape, layout
         self.partition_size = whole_blocks(partition_size, shape.block_size)
         cut = self.partition_size, wave_tokens
-        self.schedule = Schedule(effective, lengths, *cut, is_capacity=is_capacity, device=device)
+        kind = {"is_capacity": is_capacity, "prefixes": prefixes}
+        self.schedule = Schedule(effective, lengths, *cut, device=device, **kind)
         self.buffers = step_buffers(effective, self.schedule.extent)
 
     @classmethod
