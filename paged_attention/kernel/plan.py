@@ -6,23 +6,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .call import Call, Inputs, check_call, planned_lengths
-from .checks import (
-    FLOATS,
-    check_backend,
-    check_flag,
-    check_out,
-    checked_device,
-    optional_count,
-    refuse,
-    required_count,
-)
+from .call import Call, Inputs, check_call
+from .checks import check_backend, check_flag, check_out, checked_device, optional_count, refuse
 from .device import wave_bytes
 from .execute import execute
-from .fp8 import FLOAT8S
 from .layouts import Geometry, cache_shapes
 from .options import Options
 from .partition import whole_blocks
+from .planned import planned_lengths, planned_prefixes, planned_shape
 from .schedule import Schedule
 from .shape import StepShape
 from .sharing import Prefixes
@@ -49,6 +40,8 @@ def plan_decode(
     max_seq_len: int | None = None,
     q_len: int = 1,
     window: int | None = None,
+    prefix_lens: Sequence[int] | Tensor | None = None,
+    group_of: Sequence[int] | Tensor | None = None,
     partition_size: int | None = None,
     backend: str | None = None,
 ) -> "DecodePlan":
@@ -66,6 +59,10 @@ def plan_decode(
              q_len: query tokens of each sequence
              window: None, or how many keys a query sees, the newest included. Blocks that no query
                    sees aren't in the plan
+             prefix_lens, group_of: None, or lists or CPU tensors, for an exact plan. Sequences of
+                   a group begin with the same blocks, which are read once for all of them, from
+                   the table row of one of them. prefix_lens: (num_groups,), tokens of whole
+                   blocks. group_of: (num_seqs,), a sequence's group, or -1
              partition_size: tokens per partition, rounded up to whole blocks. None: 1,024, or what
                    a wave holds if that is less
              backend: None or "eager"
@@ -80,19 +77,7 @@ def plan_decode(
         >>> plan.partition_size, plan.workspace_bytes
         (1024, 1225920)
     """
-    shape = StepShape(
-        required_count("num_heads", num_heads),
-        required_count("num_kv_heads", num_kv_heads),
-        required_count("head_size", head_size),
-        required_count("block_size", block_size),
-        dtype,
-        required_count("q_len", q_len),
-        optional_count("window", window),
-    )
-    if shape.num_heads % shape.num_kv_heads:
-        refuse("num_heads", f"a multiple of num_kv_heads, {num_kv_heads}", num_heads)
-    if not isinstance(dtype, torch.dtype) or dtype not in (*FLOATS, torch.uint8, *FLOAT8S):
-        refuse("dtype", "float32, float16, bfloat16, uint8 or a float8", repr(dtype), TypeError)
+    shape = planned_shape(num_heads, num_kv_heads, head_size, block_size, dtype, q_len, window)
     geometry = Geometry(1, shape.block_size, shape.num_kv_heads, shape.head_size)
     cache_shapes(geometry, layout, dtype)  # which refuses sizes that the layout can't have
     check_backend(backend)
@@ -101,7 +86,12 @@ def plan_decode(
     max_seq_len = optional_count("max_seq_len", max_seq_len, least=0)
     if seq_lens is not None:
         lengths = planned_lengths(seq_lens, num_seqs, max_seq_len)
-        return DecodePlan.exact(shape, layout, device, lengths, partition_size=partition_size)
+        prefixes = planned_prefixes(prefix_lens, group_of, lengths, shape.block_size)
+        more = {"partition_size": partition_size, "prefixes": prefixes}
+        return DecodePlan.exact(shape, layout, device, lengths, **more)
+    for name, value in (("prefix_lens", prefix_lens), ("group_of", group_of)):
+        if value is not None:
+            refuse(name, "None without seq_lens", value)
     if num_seqs is None or max_seq_len is None:
         refuse("num_seqs, max_seq_len", "given without seq_lens", f"{num_seqs}, {max_seq_len}")
     lengths = [max_seq_len] * num_seqs
@@ -114,6 +104,7 @@ class DecodePlan:
     Args:    shape, layout, device, partition_size: as `plan_decode`, checked but for the last
              lengths: tokens of each sequence. If is_capacity, the most that each may have
              wave_budget: most bytes of a wave's K, and of its V, as float32. None: the device's
+             prefixes: which sequences of an exact plan begin with the same tokens
     """
 
     def __init__(

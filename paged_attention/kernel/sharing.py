@@ -1,18 +1,16 @@
 """Shared prefixes: partitions whose keys and values many sequences read at once.
 
-The sequences of a group begin with the same tokens, which lie in the same blocks. A partition of
-these tokens is gathered once, and the query rows of all sequences that share it are the rows of one
-matrix product. Its states go to where Phase 2 finds those of any other partition.
+The sequences of a group begin with the same tokens, which lie in the same blocks. A partition
+of these tokens is gathered once, and the query rows of all sequences that share it are the rows
+of one matrix product. Its states go to where Phase 2 finds those of any other partition.
 
-A sequence shares a partition only if each of its query tokens sees all of it. So a shared partition
-needs no mask, and a key that a sequence doesn't see can't reach it through another sequence. What
-its window or its newest tokens cut is the sequence's own. How a sequence is cut depends on its own
+A sequence shares a partition only if each of its query tokens sees all of it. So a shared
+partition needs no mask, and a key that a sequence doesn't see can't reach it through another one.
+What its window or its newest tokens cut is the sequence's own. How it is cut depends on its own
 length and on the length of its prefix, never on who else shares it.
 """
 
-from __future__ import annotations
-
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -152,7 +150,7 @@ def sharing(
     shape: StepShape,
     wave: list[SharedItem],
     cuts: list[Cut],
-    first_states: Sequence[int],
+    first_states: Mapping[int, int],
     nobodys_state: int,
 ) -> Sharing:
     """The rows of one wave of shared items, on the CPU."""
