@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .gemm import padded
+from .gemm import enough_rows
 from .partition import (
     SharedItem,
     WorkItem,
@@ -122,7 +122,7 @@ def shared_waves(
     return [
         wave
         for size, alike in by_size.items()
-        for wave in waves(alike, floats // max(lanes, kv_heads * padded(size * shape.group)))
+        for wave in waves(alike, floats // max(lanes, kv_heads * enough_rows(size * shape.group)))
     ]
 
 
@@ -130,8 +130,8 @@ class Sharing(NamedTuple):
     """The rows of a shared wave's matrices.
 
     A matrix is a pair of item and KV head. Its rows are, of each sequence in turn, those that the
-    KV head serves. A row's bits must not depend on how many rows there are, so they are padded to
-    a multiple of 16, as columns are. What is computed for those rows is nobody's.
+    KV head serves. A row's bits must not depend on how many rows there are, so a matrix has at
+    least 4. What is computed for the rows that are missing is nobody's.
     """
 
     rows: Tensor  # (matrices * group,), int64, among all rows of queries
@@ -155,7 +155,7 @@ def sharing(
 ) -> Sharing:
     """The rows of one wave of shared items, on the CPU."""
     group, q_len, count = shape.group, shape.q_len, len(wave[0].seqs)
-    rows, total = count * group, padded(count * group)
+    rows, total = count * group, enough_rows(count * group)
     of_seqs = [
         (s, first_states[s] + cuts[s].state(item.start), cuts[s].num_states, cuts[s].end)
         for item in wave

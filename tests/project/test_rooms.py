@@ -19,11 +19,12 @@ in_each_file = pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relati
 
 # Each room of the package, and the rooms below it, which are all that it may import.
 KERNEL = {"kernel"}
-DATA = KERNEL | {"blocks", "cache", "reference", "inputs", "stages"}
+DATA = KERNEL | {"blocks", "prefixes", "cache", "reference", "inputs", "stages"}
 ROOMS = {
     "kernel": set(),
     "blocks": KERNEL,
-    "cache": KERNEL | {"blocks"},
+    "prefixes": KERNEL | {"blocks"},
+    "cache": KERNEL | {"blocks", "prefixes"},
     "reference": KERNEL,
     "inputs": KERNEL,
     "stages": set(),
@@ -115,7 +116,7 @@ for name in {names}:
 def test_importing_the_package_loads_the_kernel_the_cache_and_the_judge():
     loaded = in_a_new_python("import sys, paged_attention; print(*sys.modules)").split()
     rooms = {name.split(".")[1] for name in loaded if name.startswith("paged_attention.")}
-    assert rooms == {"kernel", "blocks", "cache", "reference"}
+    assert rooms == {"kernel", "blocks", "prefixes", "cache", "reference"}
 
 
 NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
