@@ -55,10 +55,10 @@ def test_the_table_divides_the_times_that_the_json_has(run):
 
 
 def test_a_row_that_is_too_large_is_left_out_with_the_reason(run, monkeypatch):
-    monkeypatch.setattr(models, "MOST_BYTES", 45_000)
+    monkeypatch.setattr(models, "MOST_BYTES", 40_000)
     status, content, printed = run("Qwen2.5-0.5B")
     assert status == 0 and len(content["rows"]) + len(content["left_out"]) == len(ROWS)
-    assert content["left_out"] and "more than 45.0 kB" in printed
+    assert content["left_out"] and "more than 40.0 kB" in printed
 
 
 def test_a_wrong_kernel_is_shown_not_timed_and_fails_the_run(run, monkeypatch):
