@@ -48,7 +48,7 @@ def pays(num_tokens: int, num_seqs: int) -> bool:
 
     A shared prefix is one more partition for each sequence, and one more wave.
     """
-    return num_tokens >= 64 and num_tokens * (num_seqs - 1) >= 1024
+    return num_tokens >= 64 and num_tokens * (num_seqs - 1) >= 768
 
 
 def shared_prefixes(

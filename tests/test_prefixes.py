@@ -104,7 +104,7 @@ def test_of_a_tree_the_groups_are_taken_that_save_more(always):
 
 def test_sharing_begins_where_it_pays():
     """The rule is `prefixes.pays`, and nothing else decides."""
-    assert prefixes.pays(1024, 2) and not prefixes.pays(1008, 2)
+    assert prefixes.pays(768, 2) and not prefixes.pays(752, 2)
     assert prefixes.pays(64, 17) and not prefixes.pays(48, 1000)
     cache = pool_of()
     grow(cache, "a", 520)

@@ -77,18 +77,16 @@ class ForwardPass:
                 seq_lens=lengths,
                 q_len=end - start,
                 window=window,
-                **self._prefixes(lengths),
+                prefix_lens=self._shared.prefix_lens,
+                group_of=self._groups(lengths),
             )
             pieces.append(Piece(slice(start, end), lens, plan))
         return pieces
 
-    def _prefixes(self, lengths: list[int]) -> dict[str, list[int]]:
-        """What rows share, as a plan takes it. A row shares nothing where it has padding that
-        reaches into its prefix."""
+    def _groups(self, lengths: list[int]) -> list[int]:
+        """The group of each row. A row has none where its padding reaches into its prefix."""
         prefix_lens, group_of = self._shared.prefix_lens.tolist(), self._shared.group_of.tolist()
-        shares = [g >= 0 and prefix_lens[g] <= n for g, n in zip(group_of, lengths)]
-        group_of = [g if share else -1 for g, share in zip(group_of, shares)]
-        return {"prefix_lens": prefix_lens, "group_of": group_of}
+        return [g if g >= 0 and prefix_lens[g] <= n else -1 for g, n in zip(group_of, lengths)]
 
 
 class Piece(NamedTuple):

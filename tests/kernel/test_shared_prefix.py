@@ -221,7 +221,8 @@ def test_members_whose_logits_exceed_a_wave_become_several_items_and_agree(heads
 
 @pytest.mark.parametrize("option", OPTIONS)
 def test_a_plan_for_shared_prefixes_runs_like_any_other(option):
-    step = step_of(option=option)
+    # The first member of a group sees less of it than the next ones, with a window.
+    step = step_of(MEMBERS[::-1], option=option)
     tables, lens = step.plain
     sizes = {"num_heads": 6, "num_kv_heads": 2, "head_size": 16, "block_size": BLOCK}
     q_len = step.query.shape[1] if step.query.dim() == 4 else 1
@@ -313,7 +314,7 @@ def test_bits_do_not_depend_on_how_many_share_with_many_threads_either(
             how = {"partition_size": partition_size}
             member, prefixes = Member(0, 20), [200]
             right = step_of([member], prefixes, option, heads=heads).shared(**how)
-            for num_seqs in (2, 3, 5, 8, 24, 70):
+            for num_seqs in (2, 5, 24):
                 others = [Member(0, n % 9) for n in range(num_seqs - 1)]
                 step = step_of([*others, member], prefixes, option, heads=heads)
                 for x, y, name in zip(step.shared(**how), right, ("out", "lse")):
