@@ -7,7 +7,7 @@ from .call import Call
 from .fp8 import element_dtype
 from .gather import cache_rows, gather, select
 from .gemm import batched_gemm, padded, room_for
-from .mask import adjust, hide_values, wave_mask
+from .mask import adjust, hide_values, wave_mask, wave_slopes
 from .merge import LOWEST
 from .schedule import Wave
 from .step import Step
@@ -39,11 +39,11 @@ def phase1(step: Step, call: Call, lens: Tensor | None) -> None:
         mask = wave_mask(step, wave, tokens_to_end)
         ids = block_ids[wave.blocks].view(wave.num_items, 1, -1, 1)
         logits = _logits(step, wave, gather(step, keys, ids, dtype))
-        adjust(logits, mask, options.softcap, slopes)
+        adjust(logits, mask, options.softcap, wave_slopes(step, wave, slopes))
         weights = _softmax(step, wave, logits)
         v = gather(step, values, ids, dtype)  # where K was, which is no longer needed
         hide_values(v, mask)
-        wave_acc = buffers.wave_acc(room_for(len(v)), shape.group, shape.lanes)
+        wave_acc = buffers.wave_acc(room_for(len(v)), wave.group, shape.lanes)
         batched_gemm(weights, v, wave_acc)  # reads weights and V
         # Each reads its part of the wave's states and writes it where Phase 2 wants it.
         rows = len(wave.state_rows)
@@ -58,25 +58,30 @@ def _logits(step: Step, wave: Wave, k: Tensor) -> Tensor:
 
     A matrix is a pair of work item and KV head. Its rows are the query heads that share the KV
     head and, of each of them, the query tokens. So K is used as it was gathered, never expanded.
+    Where sequences share a partition, a matrix has the rows of all of them.
 
     Args:    k: (matrices, width, lanes)
     Returns: (matrices, group, width)
     """
     schedule, _, buffers = step
     shape = schedule.shape
-    query = buffers.query(schedule.num_seqs, shape.num_rows, shape.lanes)
-    wave_query = buffers.wave_query(wave.num_items, shape.num_rows, shape.lanes)
-    select(query, wave.seqs, wave_query)  # reads and writes the queries of each item
+    # A sequence's rows stand together, but those of a shared wave one by one.
+    wanted, rows = wave.seqs, shape.num_rows
+    if wave.sharing is not None:
+        wanted, rows = wave.sharing.rows, 1
+    query = buffers.query(schedule.num_seqs * (shape.num_rows // rows), rows, shape.lanes)
+    wave_query = buffers.wave_query(len(wanted), rows, shape.lanes)
+    select(query, wanted, wave_query)  # reads and writes the queries of each item
     matrices = len(k)
-    q = buffers.wave_query(matrices, shape.group, shape.lanes, columns=shape.head_size)
+    q = buffers.wave_query(matrices, wave.group, shape.lanes, columns=shape.head_size)
     # The columns past the width are products with whatever lies behind these keys. Nobody reads
     # them.
     columns = padded(wave.width)
     of_matrix, of_token, of_lane = k.stride()
     k_t = k.as_strided((matrices, shape.head_size, columns), (of_matrix, of_lane, of_token))
-    logits = buffers.logits(room_for(matrices), shape.group, columns)
+    logits = buffers.logits(room_for(matrices), wave.group, columns)
     batched_gemm(q, k_t, logits)  # reads queries and K, writes a float a row and token
-    return buffers.logits(matrices, shape.group, columns, columns=wave.width)
+    return buffers.logits(matrices, wave.group, columns, columns=wave.width)
 
 
 def _softmax(step: Step, wave: Wave, logits: Tensor) -> Tensor:

@@ -51,6 +51,66 @@ KERNEL = [
         "past_end = torch.ge(",
         "past_end = torch.gt(",
     ),
+    # -- shared prefixes
+    *(
+        kernel(name, file, old, new, f"{T}shared_prefix.py -k 'not threads'")
+        for name, file, old, new in (
+            (
+                "a partition that a window cuts is shared",
+                "sharing.py",
+                "low = whole_blocks(seen_from, partition_size)",
+                "low = seen_from // partition_size * partition_size",
+            ),
+            (
+                "a partition that the newest tokens cut is shared",
+                "sharing.py",
+                "prefix if prefix <= seen_to else",
+                "prefix if prefix <= end else",
+            ),
+            (
+                "of a shared wave, ALiBi begins one token off",
+                "sharing.py",
+                "position = ends - q_len + torch",
+                "position = ends - q_len + 1 + torch",
+            ),
+            (
+                "ALiBi takes a query token's number for a query head's",
+                "sharing.py",
+                "% shape.num_rows // q_len",
+                "% shape.num_rows // group * group // q_len",
+            ),
+            (
+                "the bits of a shared row depend on how many rows there are",
+                "gemm.py",
+                "return max(4, rows)",
+                "return rows",
+            ),
+            (
+                "the padding of a shared wave writes over a sequence's state",
+                "schedule.py",
+                "sharing(shape, wave, cuts, first_states, own_states)",
+                "sharing(shape, wave, cuts, first_states, 0)",
+            ),
+            (
+                "a prefix is read from the table of a sequence that doesn't see all of it",
+                "sharing.py",
+                "item = SharedItem(some[0], start, width, some)",
+                "item = SharedItem(seqs[0], start, width, some)",
+            ),
+            (
+                "each member of a group reads the prefix for itself",
+                "sharing.py",
+                "most = max(1, floats // (width * shape.num_rows))",
+                "most = 1",
+            ),
+            (
+                "the suffix is written over the last block of the prefix",
+                "shared_prefix.py",
+                "places = blocks.unsqueeze(1) + torch.arange(columns",
+                "places = blocks.unsqueeze(1) - 1 + torch.arange(columns",
+            ),
+        )
+    ),
     kernel(
         "a last block that lacks one token isn't masked",
         "schedule.py",

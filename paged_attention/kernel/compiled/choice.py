@@ -30,3 +30,13 @@ def chosen_backend(backend: object, device: torch.device) -> str:
         extra = f"paged-attention[{EXTRAS[backend]}]"
         raise ImportError(f"backend={backend!r} needs {backend}: pip install '{extra}'")
     return backend
+
+
+def sharing_backend(backend: object, device: torch.device) -> str:
+    """The backend of a step whose sequences share prefixes, which is eager.
+
+    Raises:  as `chosen_backend`; ValueError: another backend was asked for by name
+    """
+    if chosen_backend(backend, device) != "eager" and backend is not None:
+        refuse("backend", 'None or "eager" where prefixes are shared', repr(backend))
+    return "eager"
