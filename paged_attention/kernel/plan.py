@@ -100,8 +100,7 @@ def plan_decode(
             refuse(name, "None without seq_lens", value)
     if num_seqs is None or max_seq_len is None:
         refuse("num_seqs, max_seq_len", "given without seq_lens", f"{num_seqs}, {max_seq_len}")
-    lengths = [max_seq_len] * num_seqs
-    return DecodePlan.capacity(shape, layout, device, lengths, **how)
+    return DecodePlan.capacity(shape, layout, device, [max_seq_len] * num_seqs, **how)
 
 
 class DecodePlan:
@@ -128,8 +127,8 @@ class DecodePlan:
         prefixes: Prefixes | None = None,
     ) -> None:
         effective, self.longest = shape, max(lengths, default=0)
-        if shape.window is not None and shape.window >= self.longest:
-            effective = shape._replace(window=None)  # all keys are in the window
+        if shape.window is not None and shape.window >= self.longest:  # all keys are in it
+            effective = shape._replace(window=None)
         floats = (wave_budget or wave_bytes(device)) // 4
         # The budget of a wave holds for its K, for its V, and for its logits.
         wave_tokens = max(1, floats // max(shape.num_kv_heads * shape.head_size, shape.num_rows))
@@ -139,14 +138,13 @@ class DecodePlan:
         self.shape, self.layout, self.device, self.backend = shape, layout, device, backend
         self.num_seqs, self.is_capacity = len(lengths), is_capacity
         self.partition_size = whole_blocks(partition_size, shape.block_size)
+        kind = {"is_capacity": is_capacity, "prefixes": prefixes, "device": device}
         cut = effective, lengths, self.partition_size, wave_tokens
-        kind = {"is_capacity": is_capacity, "prefixes": prefixes}
-        self._make_schedule = partial(Schedule, *cut, device=device, **kind)
+        self._make_schedule = partial(Schedule, *cut, **kind)
         self._effective = effective
         self.compiled = None
         if backend == "numba":
             self.compiled = NumbaPlan(effective, lengths, self.partition_size, is_capacity)
-        # What a run needs, declared:
         self.buffers: Any = self.compiled.buffers if self.compiled else self._step_buffers
 
     @cached_property
@@ -244,9 +242,9 @@ class DecodePlan:
         else:
             check_out(out, query, given | dict(zip(["workspace"], workspace.tensors())))
         lse = query.new_empty(query.shape[:-1], dtype=torch.float32) if return_lse else None
-        if self.compiled is not None and not is_traced(query):
+        if self.compiled and not is_traced(query):
             run_compiled(self.compiled, workspace.bind(self.buffers, query), call, out, lse)
         else:
-            buffers = workspace.bind(self._step_buffers, query)
-            execute(Step(self.schedule, call.options, buffers), call, out, lse)
+            bound = workspace.bind(self._step_buffers, query)
+            execute(Step(self.schedule, call.options, bound), call, out, lse)
         return out if lse is None else (out, lse)

@@ -54,6 +54,8 @@ def draw_history(history: Sequence[Mapping[str, Sequence[int]]], num_blocks: int
 def draw_pool(cache: PagedKVCache, seq_ids: Sequence[str], *, blocks_per_row: int = 6) -> Picture:
     """A pool of blocks as it is now: a box for each block, a cell for each slot.
 
+    Above a block stand its number and those of its slots.
+
     A slot shows the sequence that owns it and the token's position ("A17"), in that sequence's
     colour. Of several owners it shows the one that comes first in `seq_ids`, and the block is
     framed.
@@ -75,7 +77,7 @@ def draw_pool(cache: PagedKVCache, seq_ids: Sequence[str], *, blocks_per_row: in
         row, column = divmod(block, blocks_per_row)
         left, bottom = column * (block_size + 1.0), -1.6 * row
         first = block * block_size
-        title = f"block {block}: slots {first} to {first + block_size - 1}"
+        title = f"block {block}: {first}-{first + block_size - 1}"
         ax.text(left, bottom + 1.08, title, fontsize=7.5, color=INK, va="bottom")
         for offset in range(block_size):
             held = [

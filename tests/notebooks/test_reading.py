@@ -14,7 +14,6 @@ pytestmark = pytest.mark.quick
 MINUTES = 22
 LONGER = {"08_final_kernel": 30, "09_one_decode_step": 30}  # they put everything together
 TOO_LONG = {  # notebooks that take longer still. Take a name out when its notebook is shortened
-    "01_naive_loops",
     "02_batched_gather",
     "04_gqa_broadcast",
     "05_single_tile",
@@ -24,7 +23,7 @@ TOO_LONG = {  # notebooks that take longer still. Take a name out when its noteb
     "09_one_decode_step",
     "10_real_model",
 }
-WITHOUT_WORDS = TOO_LONG | {"00_paged_kv_cache"}  # not run again since pictures have words
+WITHOUT_WORDS = TOO_LONG  # and not run again since pictures have words
 
 
 def cells_of(path):
