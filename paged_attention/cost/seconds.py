@@ -47,31 +47,49 @@ def seconds_of(steps: Iterable[Step], profile: DeviceProfile) -> Figure:
     return _band(_seconds(steps, profile, "low"), _seconds(steps, profile, "high"), profile)
 
 
+def parts_of(steps: Iterable[Step], profile: DeviceProfile) -> dict[str, float]:
+    """What the seconds of `seconds_of` are made of, in the middle of its band.
+
+    Returns: {"operations": .., "streamed bytes": .., "rearranged bytes": .., "fresh pages": ..}.
+             Operations are all that the bytes don't explain, so that the parts add up
+    Raises:  as `seconds_of`
+    """
+    steps = list(steps)
+    whole = seconds_of(steps, profile)
+    ends = [_bytes_seconds(steps, profile, end) for end in ("low", "high")]
+    parts = {name: (ends[0][name] + ends[1][name]) / 2 for name in ends[0]}
+    return {"operations": (whole.low + whole.high) / 2 - sum(parts.values()), **parts}
+
+
 def _seconds(steps: list[Step], profile: DeviceProfile, end: str) -> float:
     """The same, by the best figures or the worst.
 
     Args:    end: of the costs, "low" or "high"; bandwidths have the other
     """
+    ops, reads = sum(step.ops for step in steps), sum(step.host_reads for step in steps)
+    host = ops * _cost(profile.op_cost, end) + reads * _cost(profile.host_read, end)
+    device = ops * _cost(profile.launch, end) + sum(_bytes_seconds(steps, profile, end).values())
+    return host + device if profile.launch is None else max(host, device)
 
-    def cost(figure: Figure | None) -> float:
-        return 0.0 if figure is None else getattr(figure, end)
 
+def _bytes_seconds(steps: list[Step], profile: DeviceProfile, end: str) -> dict[str, float]:
     def seconds(num_bytes: int, bandwidth: Figure | None) -> float:
         rate = bandwidth or profile.bandwidth
         assert rate is not None
         return num_bytes / (rate.high if end == "low" else rate.low)
 
     of_kind = {"gather": profile.gather_bandwidth, "GEMMs": profile.gemm_bandwidth}
-    host = device = 0.0
+    streamed = rearranged = fresh = 0.0
     for step in steps:
         in_order = step.bytes_moved - step.rearranged_bytes
-        host += step.ops * cost(profile.op_cost) + step.host_reads * cost(profile.host_read)
-        device += step.ops * cost(profile.launch) + step.fresh_bytes * cost(
-            profile.fresh_page_cost
-        )
-        device += seconds(in_order, of_kind.get(step.label))
-        device += seconds(step.rearranged_bytes, profile.rearrange_bandwidth)
-    return host + device if profile.launch is None else max(host, device)
+        streamed += seconds(in_order, of_kind.get(step.label))
+        rearranged += seconds(step.rearranged_bytes, profile.rearrange_bandwidth)
+        fresh += step.fresh_bytes * _cost(profile.fresh_page_cost, end)
+    return {"streamed bytes": streamed, "rearranged bytes": rearranged, "fresh pages": fresh}
+
+
+def _cost(figure: Figure | None, end: str) -> float:
+    return 0.0 if figure is None else getattr(figure, end)
 
 
 def _band(low: float, high: float, profile: DeviceProfile) -> Figure:

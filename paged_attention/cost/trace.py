@@ -110,7 +110,7 @@ class Tracer(OpCounter):
     def see_op(self, name: str, inputs: list[Tensor], outputs: list[Tensor]) -> None:
         gemms, host_reads = self.gemms, self.host_reads
         super().see_op(name, inputs, outputs)
-        read, written = _bytes_read(name, inputs, outputs), _bytes_written(name, inputs, outputs)
+        read, written = bytes_read(name, inputs, outputs), bytes_written(name, inputs, outputs)
         step = self._step(name)
         step.ops += 1
         step.gemms += self.gemms - gemms
@@ -132,7 +132,7 @@ _ONLY_WRITE = {"zeros_like", "new_zeros", "new_ones", "new_full", "zero_", "fill
 _PICK = {"index", "index_select", "take"}
 
 
-def _bytes_read(name: str, inputs: list[Tensor], outputs: list[Tensor]) -> int:
+def bytes_read(name: str, inputs: list[Tensor], outputs: list[Tensor]) -> int:
     """Bytes that an operation reads. From a gather's source it reads what it picks."""
     if name in _ONLY_WRITE:
         return 0
@@ -141,7 +141,7 @@ def _bytes_read(name: str, inputs: list[Tensor], outputs: list[Tensor]) -> int:
     return _real_bytes(outputs + inputs[1:] if name in _PICK else inputs)
 
 
-def _bytes_written(name: str, inputs: list[Tensor], outputs: list[Tensor]) -> int:
+def bytes_written(name: str, inputs: list[Tensor], outputs: list[Tensor]) -> int:
     """Bytes that an operation writes. In a scatter's target it writes what it replaces."""
     if name == "index_copy_":
         return _real_bytes(inputs[2:])

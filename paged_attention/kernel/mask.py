@@ -40,11 +40,12 @@ def wave_mask(step: Step, wave: Wave, tokens_to_end: Tensor) -> Mask:
     shape, window = schedule.shape, schedule.shape.window
     # Without a causal mask all rows see the same keys, as the last row does.
     rows = shape.q_len if options.causal else 1
-    to_end, biased = tokens_to_end[wave.items], options.alibi_slopes is not None
+    biased = options.alibi_slopes is not None
     ends = wave.min_tokens_from_last_slot < rows
     windowed = window is not None and wave.max_tokens_from_first_slot > window
     if not (ends or windowed or biased):
         return Mask(None, None, None)
+    to_end = tokens_to_end[wave.items]
     if rows == 1 and window is None and not biased:
         # An exact schedule's items end within their last block, a capacity schedule's anywhere.
         slots = schedule.arange[: wave.width]

@@ -1,8 +1,11 @@
 """The arguments of a plan, checked. Those of its runs are in `call.py`."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from .call import Call
 from .checks import FLOATS, INTS, optional_count, refuse, require_tensor, required_count
 from .fp8 import FLOAT8S
 from .shape import StepShape
@@ -88,3 +91,22 @@ def _planned_numbers(name: str, numbers: object, least: int) -> list[int]:
     if not isinstance(numbers, (list, tuple)):
         refuse(name, "a list or a CPU tensor", repr(numbers), TypeError)
     return [required_count(f"{name}[{i}]", n, least) for i, n in enumerate(numbers)]
+
+
+def check_planned_for(plan: Any, call: Call) -> None:
+    """Check that the tensors are those that were planned for."""
+    inputs = call.inputs
+    wanted = (plan.device, plan.num_seqs, *plan.shape)
+    got = (inputs.query.device, len(inputs.query), *call.shape)
+    for size, want, have in zip(("device", "num_seqs", *plan.shape._fields), wanted, got):
+        if have != want:
+            of_query = size in ("device", "num_seqs", "num_heads", "q_len")
+            name = "query" if of_query else "key_cache"
+            rule = f"what was planned for, {want} of {size}"
+            refuse(name, rule, f"{have}: {tuple(getattr(inputs, name).shape)}")
+    longest, num_blocks = plan.longest, call.geometry.num_blocks
+    if not plan.is_capacity and longest and (call.covered < longest or not num_blocks):
+        columns = inputs.block_tables.shape[1]
+        rule = f"wide enough for the plan's longest sequence, {longest} tokens"
+        got = f"{columns} columns, which cover {call.covered}, and {num_blocks} blocks"
+        refuse("block_tables", rule, got)

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from .call import Call, Inputs, check_block_ids, check_call
-from .checks import FLOATS, INTS, check_backend, check_flag, refuse, require_tensor
+from .checks import FLOATS, INTS, check_flag, refuse, require_tensor
+from .compiled.choice import sharing_backend
 from .options import Options, check_option_values
 from .partition import first_needed
 from .plan import DecodePlan
@@ -93,7 +94,7 @@ def shared_prefix_attention(
     call = check_call(inputs, layout, kv_cache_dtype, given)
     check_flag("return_lse", return_lse)
     check_flag("validate", validate)
-    check_backend(backend)
+    served_by = sharing_backend(backend, query.device)
 
     prefixes = Prefixes(prefix_lens.tolist(), group_of.tolist())
     block_size = call.geometry.block_size
@@ -111,7 +112,7 @@ def shared_prefix_attention(
     tables = _joined(prefix_tables, suffix_tables, prefixes.group_of, before, block_size)
     lens = torch.tensor(lengths, dtype=torch.int64, device="cpu")
     call = call._replace(inputs=inputs._replace(block_tables=tables, seq_lens=lens))
-    how = {"partition_size": partition_size, "prefixes": prefixes}
+    how = {"partition_size": partition_size, "prefixes": prefixes, "backend": served_by}
     plan = DecodePlan.exact(call.shape, call.layout, query.device, lengths, **how)
     return plan.run_checked(call, out, workspace, return_lse)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from paged_attention.plots.style import Axes, Figure, style
@@ -77,3 +78,8 @@ def finish(ax: Axes, title: str = "") -> None:
     ax.set_title(title, fontsize=9, loc="left", color=INK)
     ax.autoscale_view()
     ax.axis("off")
+
+
+def listed(values: Iterable[object]) -> str:
+    """Such as "3, 1, 4", for an alternative text."""
+    return ", ".join(map(str, values))

@@ -1,6 +1,6 @@
 """Curves that a notebook draws from what it has just measured, against the floor.
 
-Each function returns a matplotlib Figure. Pictures of a whole run, which are redrawn from its
+Each function returns a Picture. Pictures of a whole run, which are redrawn from its
 JSON, are in `paged_attention.bench`.
 """
 
@@ -19,12 +19,12 @@ from paged_attention.measure.profiles import Figure as Band
 from paged_attention.measure.timing import Measurement
 from paged_attention.measure.units import human_bytes, human_seconds
 from paged_attention.measure.yardstick import Floor
-from paged_attention.plots.canvas import legend_above, new_panels
+from paged_attention.plots.canvas import legend_above, listed, new_panels
+from paged_attention.plots.picture import Picture
 from paged_attention.plots.style import (
     FLOOR_COLOUR,
     STAGE_COLOURS,
     Axes,
-    Figure,
     Spread,
     caption,
     device_mark,
@@ -45,7 +45,7 @@ def draw_costs(
     *,
     predicted: Mapping[str, Mapping[int, Band]],
     shape: str,
-) -> Figure:
+) -> Picture:
     """Time and memory of stages against length, log-log.
 
     Measurements are medians with quartiles, predictions are hollow. Dashed are the floor (time)
@@ -83,12 +83,13 @@ def draw_costs(
     _finish(memory, floors, "peak memory of temporaries", human_bytes)
     legend = "Filled: medians; shaded: the middle half of samples. Hollow: predicted, as a band."
     caption(figure, [_where(_device_of(floors), shape), legend])
-    return figure
+    alt = _in_words(measured, "Time and memory against length")
+    return Picture(figure, alt)
 
 
 def draw_floor(
     floors: Mapping[int, Floor], profiles: Mapping[str, DeviceProfile], *, bytes_per_token: int
-) -> Figure:
+) -> Picture:
     """The floor measured here, and what published bandwidths predict for other devices.
 
     Args:    floors: {tokens: Floor}
@@ -108,12 +109,14 @@ def draw_floor(
         ax.plot(list(floors), slow, ":", color=colour, label=label)
     _finish(ax, floors, "time to read K and V once", human_seconds)
     caption(figure, [f"torch {torch.__version__}; {bytes_per_token:,} bytes a token."])
-    return figure
+    others = listed(name for name, profile in profiles.items() if profile.bandwidth)
+    alt = f"Time to read K and V once against length, measured here and predicted for {others}."
+    return Picture(figure, alt)
 
 
 def draw_lines(
     measured: Measured, *, xlabel: str, device: str, shape: str, floor: Floor | None = None
-) -> Figure:
+) -> Picture:
     """Time against anything, log-log: a curve for each name, medians with quartiles.
 
     Args:    measured: {name: {x: Measurement}}
@@ -131,7 +134,8 @@ def draw_lines(
     _finish(ax, next(iter(measured.values())), "time a step", human_seconds)
     ax.set_xlabel(xlabel)
     caption(figure, [_where(device_name(device), shape)])
-    return figure
+    alt = _in_words(measured, f"Time against {xlabel}")
+    return Picture(figure, alt)
 
 
 def draw_wave_sizes(
@@ -140,7 +144,7 @@ def draw_wave_sizes(
     *,
     device: str,
     shape: str,
-) -> Figure:
+) -> Picture:
     """Time and memory of a call against the size of its waves, log-log.
 
     Args:    predicted: {device: {MiB of a wave's K: Cost}}
@@ -167,12 +171,13 @@ def draw_wave_sizes(
     for ax in (time, memory):
         ax.set_xlabel("MiB of a wave's K, as float32")
     caption(figure, [_where(device_name(device), shape), "Hollow: predicted, shaded as a band."])
-    return figure
+    alt = _in_words({"measured": measured}, "Time and memory against the size of a wave")
+    return Picture(figure, alt)
 
 
 def draw_breakdown(
     breakdowns: Mapping[str, Mapping[str, float]], *, device: str, shape: str
-) -> Figure:
+) -> Picture:
     """Time inside operations, by kind: a stacked bar for each call.
 
     Args:    breakdowns: {name: {kind: seconds}}, each as `measure.breakdown` gives it
@@ -190,23 +195,12 @@ def draw_breakdown(
     ax.set_xlabel("milliseconds inside operations")
     legend_above(ax, len(bars[0]))
     caption(figure, [_where(device_name(device), shape)])
-    return figure
-
-
-def draw_weights(heads: Mapping[str, torch.Tensor]) -> Figure:
-    """Attention weights against position, log scale: a strip for each head.
-
-    Args:    heads: {title: (tokens,), weights}
-    """
-    figure, panels = new_panels(8.0, *[1.8] * len(heads))
-    for ax, (title, weights) in zip(panels, heads.items()):
-        tokens = len(weights)
-        ax.vlines(range(tokens), 1e-9, weights.tolist(), color="#56B4E9", linewidth=0.6)
-        ax.plot(range(tokens), weights.tolist(), ".", color="#0072B2", markersize=4)
-        ax.set(yscale="log", ylim=(1e-7, 5), xlim=(-0.02 * tokens, tokens), ylabel="weight")
-        ax.set_title(title, fontsize=10, loc="left")
-    panels[-1].set_xlabel("position in the text")
-    return figure
+    bars_in_words = (
+        f"{name}: " + listed(f"{kind} {human_seconds(s)}" for kind, s in bar.items() if s)
+        for name, bar in breakdowns.items()
+    )
+    alt = "Time inside operations, by kind, as stacked bars. " + "; ".join(bars_in_words) + "."
+    return Picture(figure, alt)
 
 
 def _device_of(floors: Mapping[int, Floor]) -> str:
@@ -229,3 +223,13 @@ def _draw_floors(ax: Axes, floors: Mapping[int, Floor], label: str) -> None:
 def _finish(ax: Axes, xs: Iterable[int], ylabel: str, in_words: Callable[[float], str]) -> None:
     log_axes(ax, list(xs), "tokens in the cache", ylabel, in_words)
     ax.legend(fontsize=8, frameon=False)
+
+
+def _in_words(measured: Measured, what: str) -> str:
+    """What a picture of curves says: each curve's ends."""
+    ends = []
+    for name, runs in measured.items():
+        (x, first), (last_x, last) = list(runs.items())[0], list(runs.items())[-1]
+        seconds = f"{human_seconds(first.seconds)} at {x:,}"
+        ends.append(f"{name} {seconds}, {human_seconds(last.seconds)} at {last_x:,}")
+    return f"{what}: " + "; ".join(ends) + "."

@@ -1,6 +1,6 @@
 """Pictures of ideas, drawn from live tensors: blocks, partitions, padding, waves.
 
-Each function takes what it draws and returns a matplotlib Figure. Pictures of measurements are in
+Each function takes what it draws and returns a Picture. Pictures of measurements are in
 `curves`, pictures of a pool of blocks in `pool`.
 """
 
@@ -18,13 +18,14 @@ from paged_attention.plots.canvas import (
     box,
     finish,
     legend_above,
+    listed,
     new_panels,
     sequence_colour,
 )
-from paged_attention.plots.style import Figure
+from paged_attention.plots.picture import Picture
 
 
-def draw_padding(seq_lens: Sequence[int], block_size: int) -> Figure:
+def draw_padding(seq_lens: Sequence[int], block_size: int) -> Picture:
     """A batch stored twice: padded to its longest sequence, and below that in blocks.
 
     Args:    seq_lens: tokens of each sequence
@@ -47,10 +48,14 @@ def draw_padding(seq_lens: Sequence[int], block_size: int) -> Figure:
         unused = f"{1 - used / held:.0%} unused (hatched)"
         finish(ax, f"{title}: {held} slots hold {used} tokens, {unused}")
         ax.set_xlim(-0.06 * longest, 1.07 * longest)
-    return figure
+    alt = (
+        f"Sequences of {listed(seq_lens)} tokens stored twice: each padded to the longest, and in "
+        f"blocks of {block_size} tokens, where little stays unused."
+    )
+    return Picture(figure, alt)
 
 
-def draw_addresses(offsets_by_layout: Mapping[str, Sequence[int]], num_slots: int) -> Figure:
+def draw_addresses(offsets_by_layout: Mapping[str, Sequence[int]], num_slots: int) -> Picture:
     """Which elements of a block one token's key occupies: a strip for each layout.
 
     Args:    offsets_by_layout: {layout: offsets of the token's elements inside the block}
@@ -61,11 +66,15 @@ def draw_addresses(offsets_by_layout: Mapping[str, Sequence[int]], num_slots: in
         box(ax, 0, 0, num_slots, 1, UNUSED)
         for offset in offsets:
             box(ax, offset, 0, 1, 1, SEQUENCE_COLOURS[0], edgecolor="none")
+        for edge in (0, num_slots // 4, num_slots // 2, 3 * num_slots // 4, num_slots):
+            ax.text(edge, -0.1, str(edge), fontsize=8, ha="center", va="top", color=INK)
         finish(ax, f"{name}: the dark ones of a block's {num_slots} elements")
-    return figure
+    places = (f"{name}: {listed(sorted(o)[:8])} ..." for name, o in offsets_by_layout.items())
+    alt = "The elements of a block that hold one key. " + "; ".join(places)
+    return Picture(figure, alt)
 
 
-def draw_partitions(seq_lens: Sequence[int], partition_size: int) -> Figure:
+def draw_partitions(seq_lens: Sequence[int], partition_size: int) -> Picture:
     """A ragged batch cut into partitions: a bar for each sequence, a box for each partition.
 
     Args:    seq_lens: tokens of each sequence
@@ -82,10 +91,11 @@ def draw_partitions(seq_lens: Sequence[int], partition_size: int) -> Figure:
         ax.text(seq_len, 0.4 - seq, words, fontsize=8, color=INK, va="center")
     finish(ax)
     ax.set_xlim(0, 1.3 * max(seq_lens))
-    return figure
+    alt = f"Sequences of {listed(seq_lens)} tokens, cut into partitions of {partition_size}."
+    return Picture(figure, alt)
 
 
-def draw_cells(matrices: Mapping[str, torch.Tensor]) -> Figure:
+def draw_cells(matrices: Mapping[str, torch.Tensor]) -> Picture:
     """Small matrices, a cell for each element; 0, -inf and NaN, which only pad, look different.
 
     Args:    matrices: {title: (rows, columns)}, drawn one below another
@@ -103,10 +113,12 @@ def draw_cells(matrices: Mapping[str, torch.Tensor]) -> Figure:
                 hatch = "/////" if text == "-inf" else None
                 box(ax, column, -row, 1, 1, colour, text=text, text_size=7, hatch=hatch)
         finish(ax, title)
-    return figure
+    sizes = listed(f"{title} ({len(m)} x {len(m[0])})" for title, m in matrices.items())
+    alt = f"Small matrices, a box for each number: {sizes}."
+    return Picture(figure, alt)
 
 
-def draw_groups(kv_head_of: Sequence[int]) -> Figure:
+def draw_groups(kv_head_of: Sequence[int]) -> Picture:
     """Which query heads share a KV head: a row of boxes for each KV head.
 
     Args:    kv_head_of: the KV head of each query head
@@ -121,10 +133,11 @@ def draw_groups(kv_head_of: Sequence[int]) -> Figure:
             left = 2.6 + 1.1 * place
             box(ax, left, bottom, 1, 1, "white", text=f"q{head}", edgecolor=colour, linewidth=2)
     finish(ax)
-    return figure
+    alt = f"Query heads beside the KV head that they share: {listed(kv_head_of)}."
+    return Picture(figure, alt)
 
 
-def draw_steps(steps: Mapping[str, Sequence[int]], labels: Sequence[str]) -> Figure:
+def draw_steps(steps: Mapping[str, Sequence[int]], labels: Sequence[str]) -> Picture:
     """Generations as bars, each step in the colour of its kind.
 
     Args:    steps: {title: the kind of each step in order, an index into `labels`}
@@ -144,10 +157,15 @@ def draw_steps(steps: Mapping[str, Sequence[int]], labels: Sequence[str]) -> Fig
     ax.spines["left"].set_visible(False)
     ax.autoscale_view()
     ax.set_xlim(left=0)
-    return figure
+    totals = (
+        f"{title}: " + listed(f"{label} {list(kinds).count(i)}" for i, label in enumerate(labels))
+        for title, kinds in steps.items()
+    )
+    alt = "Steps of a generation by kind. " + "; ".join(totals) + "."
+    return Picture(figure, alt)
 
 
-def draw_waves(owners: Sequence[int], slots: int, labels: Sequence[str]) -> Figure:
+def draw_waves(owners: Sequence[int], slots: int, labels: Sequence[str]) -> Picture:
     """Work items on a device that runs `slots` of them at once: a column for each wave.
 
     Args:    owners: for each item in the order of launch, whose it is, an index into `labels`
@@ -165,10 +183,11 @@ def draw_waves(owners: Sequence[int], slots: int, labels: Sequence[str]) -> Figu
     legend_above(ax, len(labels))
     ax.autoscale_view()
     ax.set(xlabel="wave", ylabel=f"{slots} slots", yticks=[])
-    return figure
+    alt = f"{len(owners)} work items of {listed(labels)} in {num_waves} waves of {slots} slots."
+    return Picture(figure, alt)
 
 
-def draw_path(steps: Sequence[str], here: str) -> Figure:
+def draw_path(steps: Sequence[str], here: str) -> Picture:
     """The series as a path, numbered from 00: earlier steps are filled, the current one is framed.
 
     Args:    steps: names of all steps
@@ -183,4 +202,6 @@ def draw_path(steps: Sequence[str], here: str) -> Figure:
             bold=current, edgecolor=INK if current else "none", linewidth=2.5,
         )  # fmt: skip
     finish(ax)
-    return figure
+    number, name = steps.index(here), here.replace("_", " ")
+    alt = f"The series' notebooks in their order; this is number {number}, {name}."
+    return Picture(figure, alt)

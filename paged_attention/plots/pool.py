@@ -1,10 +1,8 @@
-"""Pictures of a pool of blocks: who owns which block, and how much attention a block gets."""
+"""Pictures of a pool of blocks: who owns which block."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-
-import torch
 
 from paged_attention.cache import PagedKVCache
 from paged_attention.kernel.partition import ceil_div
@@ -14,13 +12,14 @@ from paged_attention.plots.canvas import (
     box,
     finish,
     legend_above,
+    listed,
     new_panels,
     sequence_colour,
 )
-from paged_attention.plots.style import Figure
+from paged_attention.plots.picture import Picture
 
 
-def draw_history(history: Sequence[Mapping[str, Sequence[int]]], num_blocks: int) -> Figure:
+def draw_history(history: Sequence[Mapping[str, Sequence[int]]], num_blocks: int) -> Picture:
     """A pool over time: a column for each step, a row for each block, coloured by its owner.
 
     Args:    history: for each step, {sequence: its block ids}; a block that several sequences own
@@ -48,30 +47,11 @@ def draw_history(history: Sequence[Mapping[str, Sequence[int]]], num_blocks: int
     legend_above(ax, len(handles), handles=handles)
     ax.set(xlabel="step", ylabel="block of the pool")
     ax.grid(False)
-    return figure
+    alt = f"The owner of each of {num_blocks} blocks over {len(history)} steps: {listed(names)}."
+    return Picture(figure, alt)
 
 
-def draw_mass(mass: torch.Tensor, titles: Sequence[str]) -> Figure:
-    """Attention over blocks: a strip for each query head, dark where its weight is.
-
-    Args:    mass: (heads, blocks), which sums to 1 over the blocks
-             titles: of the heads
-    """
-    from matplotlib.colors import LogNorm
-
-    figure, [ax] = new_panels(9.0, 0.3 * len(titles) + 1.3)
-    image = ax.imshow(
-        mass.clamp_min(1e-6).tolist(), cmap="Blues", norm=LogNorm(1e-5, 1), aspect="auto",
-        interpolation="nearest",
-    )  # fmt: skip
-    ax.set_yticks(range(len(titles)), titles, fontsize=8)
-    ax.set_xlabel("block of the sequence, in logical order")
-    ax.grid(False)
-    figure.colorbar(image, ax=ax, label="share of attention", pad=0.01)
-    return figure
-
-
-def draw_pool(cache: PagedKVCache, seq_ids: Sequence[str], *, blocks_per_row: int = 6) -> Figure:
+def draw_pool(cache: PagedKVCache, seq_ids: Sequence[str], *, blocks_per_row: int = 6) -> Picture:
     """A pool of blocks as it is now: a box for each block, a cell for each slot.
 
     A slot shows the sequence that owns it and the token's position ("A17"), in that sequence's
@@ -94,7 +74,9 @@ def draw_pool(cache: PagedKVCache, seq_ids: Sequence[str], *, blocks_per_row: in
     for block in range(num_blocks):
         row, column = divmod(block, blocks_per_row)
         left, bottom = column * (block_size + 1.0), -1.6 * row
-        ax.text(left, bottom + 1.08, f"block {block}", fontsize=7.5, color=INK, va="bottom")
+        first = block * block_size
+        title = f"block {block}: slots {first} to {first + block_size - 1}"
+        ax.text(left, bottom + 1.08, title, fontsize=7.5, color=INK, va="bottom")
         for offset in range(block_size):
             held = [
                 (seq, start + offset)
@@ -109,4 +91,9 @@ def draw_pool(cache: PagedKVCache, seq_ids: Sequence[str], *, blocks_per_row: in
         if len(owners.get(block, ())) > 1:
             box(ax, left, bottom, block_size, 1, "none", edgecolor=INK, linewidth=2)
     finish(ax)
-    return figure
+    held_by = (
+        f"{seq_id} has {n} tokens in blocks {listed(row[: ceil_div(n, block_size)])}"
+        for seq_id, row, n in zip(seq_ids, tables, lens)
+    )
+    alt = f"A pool of {num_blocks} blocks: " + "; ".join(held_by) + "."
+    return Picture(figure, alt)

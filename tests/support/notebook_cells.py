@@ -73,7 +73,7 @@ def notebook_of(*cells) -> dict:
 # -- what is printed --
 
 CHECKS = {"check", "check_fails"}
-LESSON = CHECKS | {"show_diff", "exercise"}
+LESSON = CHECKS | {"show_diff", "exercise", "write_step", "see", "scoreboard"}
 PRINTERS = {"print", "display", "pprint"}
 
 
