@@ -95,9 +95,7 @@ def plan_decode(
         if prefixes is not None:
             how["backend"] = sharing_backend(backend, device)
         return DecodePlan.exact(shape, layout, device, lengths, prefixes=prefixes, **how)
-    for name, value in (("prefix_lens", prefix_lens), ("group_of", group_of)):
-        if value is not None:
-            refuse(name, "None without seq_lens", value)
+    planned_prefixes(prefix_lens, group_of, None, shape.block_size)  # which refuses any
     if num_seqs is None or max_seq_len is None:
         refuse("num_seqs, max_seq_len", "given without seq_lens", f"{num_seqs}, {max_seq_len}")
     return DecodePlan.capacity(shape, layout, device, [max_seq_len] * num_seqs, **how)

@@ -50,14 +50,18 @@ def planned_lengths(seq_lens: object, num_seqs: int | None, max_seq_len: int | N
 
 
 def planned_prefixes(
-    prefix_lens: object, group_of: object, lengths: list[int], block_size: int
+    prefix_lens: object, group_of: object, lengths: list[int] | None, block_size: int
 ) -> Prefixes | None:
-    """The prefixes of an exact plan, checked.
+    """The prefixes of an exact plan, checked. None where no sequence has one.
 
-    Args:    lengths: tokens of each sequence, those of its prefix included
+    Args:    lengths: tokens of each sequence, those of its prefix included. None for a capacity
+                   plan, which can't share
     """
     if prefix_lens is None and group_of is None:
         return None
+    if lengths is None:
+        name = "group_of" if prefix_lens is None else "prefix_lens"
+        refuse(name, "None without seq_lens", group_of if prefix_lens is None else prefix_lens)
     lens = _planned_numbers("prefix_lens", prefix_lens, 0)
     groups = _planned_numbers("group_of", group_of, -1)
     if len(groups) != len(lengths):
@@ -67,7 +71,7 @@ def planned_prefixes(
         if group >= 0 and lens[group] > seq_len:
             rule = f"at most the length of its sequences, and seq_lens[{seq}] is {seq_len}"
             refuse(f"prefix_lens[{group}]", rule, lens[group])
-    return Prefixes(lens, groups)
+    return Prefixes(lens, groups) if any(group >= 0 for group in groups) else None
 
 
 def check_prefixes(lens: list[int], group_of: list[int], block_size: int) -> None:

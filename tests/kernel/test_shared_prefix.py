@@ -222,7 +222,7 @@ def test_members_whose_logits_exceed_a_wave_become_several_items_and_agree(heads
 @pytest.mark.parametrize("option", OPTIONS)
 def test_a_plan_for_shared_prefixes_runs_like_any_other(option):
     # The first member of a group sees less of it than the next ones, with a window.
-    step = step_of(MEMBERS[::-1], option=option)
+    step = step_of(sorted(MEMBERS, key=lambda m: -m.suffix), option=option)
     tables, lens = step.plain
     sizes = {"num_heads": 6, "num_kv_heads": 2, "head_size": 16, "block_size": BLOCK}
     q_len = step.query.shape[1] if step.query.dim() == 4 else 1
