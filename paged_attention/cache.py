@@ -15,6 +15,7 @@ from torch import Tensor
 from paged_attention.blocks import Blocks, OutOfBlocks
 from paged_attention.kernel import checks
 from paged_attention.kernel.layouts import Geometry, cache_shapes, tokens_of
+from paged_attention.prefixes import SharedPrefixes, shared_prefixes, table_of
 
 __all__ = ["OutOfBlocks", "PagedKVCache"]
 
@@ -183,16 +184,18 @@ class PagedKVCache:
 
     def block_tables(self, seq_ids: Iterable[Hashable]) -> Tensor:
         """(len(seq_ids), most blocks any of them has), int32. Shorter rows are padded with -1."""
-        rows = [self._blocks.sequence(seq_id).blocks for seq_id in seq_ids]
-        longest = max(map(len, rows), default=0)
-        padded = [blocks + [-1] * (longest - len(blocks)) for blocks in rows]
-        table = torch.tensor(padded, dtype=torch.int32, device=self.device)
-        return table.view(len(rows), longest)
+        return table_of([self._blocks.sequence(seq_id).blocks for seq_id in seq_ids], self.device)
 
     def seq_lens(self, seq_ids: Iterable[Hashable]) -> Tensor:
         """(len(seq_ids),), int32, tokens."""
         lens = [self._blocks.sequence(seq_id).num_tokens for seq_id in seq_ids]
         return torch.tensor(lens, dtype=torch.int32, device=self.device)
+
+    def shared_prefixes(self, seq_ids: Iterable[Hashable]) -> SharedPrefixes:
+        """Which sequences begin with the same blocks, where it pays to read them once, as
+        `shared_prefix_attention` takes it. A plan takes its prefix_lens and group_of."""
+        sequences = [self._blocks.sequence(seq_id) for seq_id in seq_ids]
+        return shared_prefixes(sequences, self.geometry.block_size, self.device)
 
     def first_positions(self, seq_ids: Iterable[Hashable]) -> list[int]:
         """The position of each sequence's first token: 0, unless `advance_all` was told."""

@@ -35,7 +35,12 @@ MODELS = {
     "Llama-3-8B": (32, 8, 128),
     "Llama-3-70B": (64, 8, 128),
 }
-PEERS = ("paged_attention_HND", "gather_sdpa", "vllm_cpu_op")  # and PLANNED
+PEERS = (
+    "paged_attention_HND",
+    "paged_attention_numba",
+    "gather_sdpa",
+    "vllm_cpu_op",
+)  # and PLANNED
 PLANNED = "planned_HND"  # a run of a plan that was made beforehand
 BLOCK_SIZE = 16
 # The caches of one row. The floor, the check and vLLM's operation take as much again, each.

@@ -39,6 +39,7 @@ class ForwardPass:
         self.tables = pool.block_tables(seq_ids)
         more = torch.tensor(self.counts, dtype=torch.int32, device=slots.device)
         self.lens = pool.seq_lens(seq_ids) + more
+        self._shared = pool.shared_prefixes(seq_ids)
         self._pieces = defaultdict(list)
 
     def commit(self) -> None:
@@ -64,6 +65,7 @@ class ForwardPass:
             # Padding is on the left. So the columns before a row's first token have negative
             # positions, which see no key.
             lens = (self.lens - (q_len - end)).clamp_min_(0)
+            lengths = lens.tolist()
             plan = plan_decode(
                 num_heads=num_heads,
                 num_kv_heads=num_kv_heads,
@@ -72,12 +74,19 @@ class ForwardPass:
                 layout=self._pool.layout,
                 dtype=self._pool.key_cache().dtype,
                 device=lens.device,
-                seq_lens=lens.tolist(),
+                seq_lens=lengths,
                 q_len=end - start,
                 window=window,
+                prefix_lens=self._shared.prefix_lens,
+                group_of=self._groups(lengths),
             )
             pieces.append(Piece(slice(start, end), lens, plan))
         return pieces
+
+    def _groups(self, lengths: list[int]) -> list[int]:
+        """The group of each row. A row has none where its padding reaches into its prefix."""
+        prefix_lens, group_of = self._shared.prefix_lens.tolist(), self._shared.group_of.tolist()
+        return [g if g >= 0 and prefix_lens[g] <= n else -1 for g, n in zip(group_of, lengths)]
 
 
 class Piece(NamedTuple):

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .checks import FLOATS, INTS, refuse, require_tensor, required_count
+from .checks import FLOATS, INTS, refuse, require_tensor
 from .layouts import Geometry, cache_geometry, check_cache_dtypes, resolve_layout
 from .options import Options, check_option_values, checked_options
 from .partition import ceil_div, first_needed
@@ -114,42 +114,41 @@ def check_values(call: Call, lengths: list[int]) -> None:
     Args:    lengths: seq_lens, on the host
     """
     check_option_values(call.options)
-    block_size, num_blocks = call.geometry.block_size, call.geometry.num_blocks
-    table = call.inputs.block_tables.cpu()
+    q_len, window, block_size = call.shape.q_len, call.options.window, call.geometry.block_size
+    firsts = [first_needed(n, q_len, window, block_size) for n in lengths]
+    check_block_ids("block_tables", call.inputs.block_tables, firsts, lengths, call.geometry)
+
+
+def check_block_ids(
+    name: str,
+    table: Tensor,
+    firsts: list[int],
+    ends: list[int],
+    geometry: Geometry,
+    what: str = "sequence",
+) -> None:
+    """Check the ids of the blocks that are needed of each row of a table.
+
+    Args:    firsts, ends: the first token needed of each row, and the one past the last
+             what: a row stands for
+    """
+    block_size, num_blocks = geometry.block_size, geometry.num_blocks
+    table = table.cpu()
     if not table.numel():
         return
-    outside = (table < 0) | (table >= num_blocks)  # (num_seqs, max_blocks)
+    outside = (table < 0) | (table >= num_blocks)  # (rows, columns)
     if not outside.any():
         return
     columns = torch.arange(table.shape[1], device="cpu")
-    ends = [ceil_div(seq_len, block_size) for seq_len in lengths]
-    live = columns < torch.tensor(ends, device="cpu").unsqueeze(1)
-    q_len, window = call.shape.q_len, call.options.window
-    firsts = [first_needed(n, q_len, window, block_size) // block_size for n in lengths]
+    past = [ceil_div(end, block_size) for end in ends]
+    live = columns < torch.tensor(past, device="cpu").unsqueeze(1)
     if any(firsts):
-        live &= columns >= torch.tensor(firsts, device="cpu").unsqueeze(1)
-    for seq, column in (live & outside).nonzero().tolist():
-        block = int(table[seq, column])
+        before = [first // block_size for first in firsts]
+        live &= columns >= torch.tensor(before, device="cpu").unsqueeze(1)
+    for row, column in (live & outside).nonzero().tolist():
+        block = int(table[row, column])
         raise ValueError(
-            f"block_tables[{seq}][{column}] is block {block}, outside the pool of {num_blocks} "
-            f"blocks (sequence {seq}, column {column}), so reading it would read memory that is "
-            f"not the sequence's own"
+            f"{name}[{row}][{column}] is block {block}, outside the pool of {num_blocks} "
+            f"blocks ({what} {row}, column {column}), so reading it would read memory that is "
+            f"not the {what}'s own"
         )
-
-
-def planned_lengths(seq_lens: object, num_seqs: int | None, max_seq_len: int | None) -> list[int]:
-    """The lengths of an exact plan, checked."""
-    if isinstance(seq_lens, Tensor):
-        require_tensor("seq_lens", seq_lens, INTS)
-        if not seq_lens.is_cpu:
-            refuse("seq_lens", "on the CPU for a plan", seq_lens.device)
-        seq_lens = seq_lens.tolist()
-    if not isinstance(seq_lens, (list, tuple)):
-        refuse("seq_lens", "a list or a CPU tensor", repr(seq_lens), TypeError)
-    lengths = [required_count(f"seq_lens[{i}]", n, least=0) for i, n in enumerate(seq_lens)]
-    if num_seqs not in (None, len(lengths)):
-        refuse("num_seqs", f"{len(lengths)} like seq_lens", num_seqs)
-    longest = max(lengths, default=0)
-    if max_seq_len is not None and max_seq_len < longest:
-        refuse("max_seq_len", f"at least the longest sequence, {longest}", max_seq_len)
-    return lengths

@@ -79,11 +79,6 @@ def check_flag(name: str, value: object) -> None:
         refuse(name, "True or False", repr(value), TypeError)
 
 
-def check_backend(backend: object) -> None:
-    if backend is not None and (not isinstance(backend, str) or backend != "eager"):
-        refuse("backend", 'None or "eager"', repr(backend))
-
-
 def required_count(name: str, value: object, least: int = 1) -> int:
     """A whole number of at least `least`, as an int, because numpy's numbers wrap around."""
     if isinstance(value, bool) or not isinstance(value, Integral):

@@ -3,10 +3,13 @@
 check_call -> DecodePlan (waves, segments, buffers) -> execute: phase1 in waves, phase2
 """
 
+from typing import Any
+
 from torch import Tensor
 
 from .call import Inputs, check_call, check_values, lengths_on_host
-from .checks import check_backend, check_flag, optional_count, refuse
+from .checks import check_flag, optional_count, refuse
+from .compiled.choice import chosen_backend
 from .options import Options
 from .plan import DecodePlan
 from .transforms import uncompiled
@@ -70,7 +73,8 @@ def paged_attention(
              max_seq_len: tokens. When given, no sequence may be longer
              partition_size: tokens per partition, rounded up to whole blocks. None: 1,024, or
                    what a wave holds if that is less
-             backend: None or "eager"
+             backend: None or "eager", which is PyTorch's own operations, or "numba", which is
+                   compiled for a CPU and needs the extra `cpu`
              workspace: a Workspace for the intermediates. None: the calling thread's own for the
                    device and its current stream, which is kept between calls
              out: where to write, with query's shape and its dtype or float32. It may be strided,
@@ -82,6 +86,7 @@ def paged_attention(
                    return_lse=True. A row that sees no key has out 0 and lse -inf (or the sink)
     Raises:  TypeError, ValueError: the argument, its value, and what it should be. There is no
              backward, so a tensor that requires a gradient is refused while autograd is on
+             ImportError: the backend's compiler isn't installed
     Numbers: float32 throughout, autocast or not (torch.set_float32_matmul_precision still has its
              say). What exceeds float32's range overflows: a partition's sum of weighted values, or
              a logit, which becomes NaN if it is too large and counts as unseen if it is too small
@@ -92,7 +97,8 @@ def paged_attention(
              tensor among the options are read back, too. With validate=False and max_seq_len
              nothing is read back, and the cost follows max_seq_len. A step with many layers is
              planned once, with `plan_decode`
-    Source:  vLLM attention_kernels.cuh, paged_attention_v2 (partitions of 512 tokens)
+    Source:  vLLM attention_kernels.cuh, paged_attention_v2_kernel; paged_attention_v2.cu, which
+             cuts a sequence into partitions of 512 tokens
     Example: one sequence of 5 tokens in two blocks of 4. A query of 0 weighs all tokens equally.
         >>> import torch
         >>> pool = torch.arange(8.0).view(2, 1, 4, 1).expand(2, 1, 4, 16)  # (blocks, heads, 4, 16)
@@ -107,17 +113,18 @@ def paged_attention(
     max_seq_len = optional_count("max_seq_len", max_seq_len, least=0)
     check_flag("return_lse", return_lse)
     check_flag("validate", validate)
-    check_backend(backend)
     where = call.shape, call.layout, query.device
+    how: dict[str, Any] = {"partition_size": partition_size}
+    how["backend"] = chosen_backend(backend, query.device)
     if max_seq_len is not None and not validate and not seq_lens.is_cpu:
         # The true lengths stay on the device.
         capacity = min(max_seq_len, call.covered)
-        plan = DecodePlan.capacity(*where, [capacity] * len(query), partition_size=partition_size)
+        plan = DecodePlan.capacity(*where, [capacity] * len(query), **how)
     else:
         lengths = lengths_on_host(call, max_seq_len)
         if validate:
             check_values(call, lengths)
         elif not call.geometry.num_blocks and any(lengths):
             refuse("key_cache", "large enough for the batch's tokens", tuple(key_cache.shape))
-        plan = DecodePlan.exact(*where, lengths, partition_size=partition_size)
+        plan = DecodePlan.exact(*where, lengths, **how)
     return plan.run_checked(call, out, workspace, return_lse)

@@ -12,6 +12,7 @@ from .merge import LOWEST, finish, merge_sink
 from .phase1 import phase1
 from .phase2 import phase2
 from .step import Step
+from .workspace import Buffer
 
 
 @torch.no_grad()
@@ -34,8 +35,7 @@ def execute(step: Step, call: Call, out: Tensor, lse: Tensor | None) -> None:
     else:  # no tokens, or no memory that could hold any
         buffers.acc_s().zero_()
         buffers.m().fill_(LOWEST)
-    acc_s, m = phase2(step)
-    _write_result(step, acc_s, m, too_long, out, lse)
+    _write_result(step, phase2(step), too_long, out, lse)
 
 
 def _scale_query(step: Step, query: Tensor) -> None:
@@ -45,8 +45,8 @@ def _scale_query(step: Step, query: Tensor) -> None:
     rows of a sequence are in the order (query head, query token).
     """
     shape, options = step.schedule.shape, step.options
-    scaled = step.buffers.query(len(query), shape.num_heads, shape.q_len, shape.lanes)
-    scaled = scaled[..., : shape.head_size]
+    size = len(query), shape.num_heads, shape.q_len, shape.lanes
+    scaled = step.buffers.query(*size, columns=shape.head_size)
     factor = options.k_scale
     if isinstance(factor, Tensor):
         factor = step.buffers.factor(shape.num_kv_heads).copy_(factor)
@@ -57,7 +57,11 @@ def _scale_query(step: Step, query: Tensor) -> None:
 
 
 def _write_result(
-    step: Step, acc_s: Tensor, m: Tensor, too_long: Tensor | None, out: Tensor, lse: Tensor | None
+    step: Step,
+    states: tuple[Buffer, Buffer],
+    too_long: Tensor | None,
+    out: Tensor,
+    lse: Tensor | None,
 ) -> None:
     """out = acc / s * v_scale and lse = m + ln s, or (0, -inf) where no key was seen.
 
@@ -65,9 +69,10 @@ def _write_result(
     attention would pass for all of it.
     """
     shape, options, buffers = step.schedule.shape, step.options, step.buffers
-    size = len(m), shape.num_heads, shape.q_len
-    acc_s, m = acc_s.view(*size, shape.state_columns), m.view(size)
-    acc, s = acc_s[..., : shape.head_size], acc_s[..., shape.head_size]
+    size = step.schedule.num_seqs, shape.num_heads, shape.q_len
+    acc_s, m = states[0], states[1](*size)
+    acc = acc_s(*size, shape.state_columns, columns=shape.head_size)
+    s = acc_s(*size, shape.state_columns)[..., shape.head_size]
     if options.sinks is not None:
         sinks = buffers.sinks(shape.num_heads).copy_(options.sinks).unsqueeze(1)
         m = merge_sink(acc, s, m, sinks, buffers.sink_m(*size), buffers.sink_weight(*size))
@@ -87,7 +92,7 @@ def _by_head(tensor: Tensor, rank: int) -> Tensor:
 
     Args:    rank: of a tensor without q_len
     """
-    return (tensor.unsqueeze(1) if tensor.dim() == rank else tensor).transpose(1, 2)
+    return tensor.unsqueeze(2) if tensor.dim() == rank else tensor.transpose(1, 2)
 
 
 def _multiply(step: Step, rows: Tensor, scale: float | Tensor) -> None:

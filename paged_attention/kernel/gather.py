@@ -42,7 +42,9 @@ def cache_rows(
     """
     if layout == "vllm" and key_cache.is_cpu:
         key_cache = _in_pieces(key_cache)
-    key, value = (t.transpose(1, 2) for t in tokens_of(key_cache, value_cache, layout))
+    key, value = key_cache, value_cache
+    if layout != "HND":  # where heads come first already
+        key, value = (t.transpose(1, 2) for t in tokens_of(key_cache, value_cache, layout))
     buffers = step.buffers
     return _rows(step, key, buffers.key_offsets), _rows(step, value, buffers.value_offsets)
 
@@ -86,27 +88,27 @@ def _offsets(step: Step, steps: list[int], buffer: Buffer) -> Tensor:
 def gather(step: Step, cache: CacheRows, block_ids: Tensor, element_dtype: torch.dtype) -> Tensor:
     """K or V of a wave's blocks, in order.
 
-    Args:    block_ids: (items, blocks), int64
+    Args:    block_ids: (items, 1, blocks, 1), int64
              element_dtype: what the cache's elements are read as
     Returns: (items * num_kv_heads, width, lanes), float32
     Raises:  IndexError: from PyTorch on a CPU, for a block that isn't in the pool
     Cost:    reads and writes each byte once, and again where it converts
     """
     shape, buffers = step.schedule.shape, step.buffers
-    num_items, num_blocks = block_ids.shape
+    num_items, _, num_blocks, _ = block_ids.shape
     row_ids = buffers.row_ids(num_items, shape.num_kv_heads, num_blocks, cache.offsets.shape[2])
-    blocks = block_ids.view(num_items, 1, -1, 1)
-    torch.add(cache.offsets, blocks, alpha=cache.block_step, out=row_ids)  # 8 bytes a row
+    torch.add(cache.offsets, block_ids, alpha=cache.block_step, out=row_ids)  # 8 bytes a row
+    row_ids = buffers.row_ids(row_ids.numel())
     matrices, width = num_items * shape.num_kv_heads, num_blocks * shape.block_size
     kv = buffers.kv(matrices, width, shape.lanes)
     if shape.needs_no_conversion:
-        _select_rows(cache.rows, row_ids.view(-1), kv)  # reads and writes the wave's K or V
+        _select_rows(cache.rows, row_ids, buffers.kv)  # reads and writes the wave's K or V
         return kv
     # Converted by value while the wave is still in the processor's cache, because half-precision
     # matrix products are slow on most CPUs.
     raw = buffers.raw(matrices, width, shape.head_size)
-    _select_rows(cache.rows, row_ids.view(-1), raw)
-    out = kv[..., : shape.head_size]
+    _select_rows(cache.rows, row_ids, buffers.raw)
+    out = buffers.kv(matrices, width, shape.lanes, columns=shape.head_size)
     if shape.dtype.itemsize > 1:
         out.copy_(raw)  # reads raw, writes float32
     else:
@@ -114,10 +116,9 @@ def gather(step: Step, cache: CacheRows, block_ids: Tensor, element_dtype: torch
     return kv
 
 
-def _select_rows(rows: Tensor, row_ids: Tensor, out: Tensor) -> None:
-    """rows[row_ids] into out, which is contiguous and has as many elements."""
-    flat = out.view(-1).view(rows.dtype)
-    select(rows, row_ids, flat.view(row_ids.numel(), *rows.shape[1:]))
+def _select_rows(rows: Tensor, row_ids: Tensor, out: Buffer) -> None:
+    """rows[row_ids] into the buffer."""
+    select(rows, row_ids, out(row_ids.numel(), *rows.shape[1:], dtype=rows.dtype))
 
 
 def select(source: Tensor, index: Tensor, out: Tensor) -> Tensor:

@@ -14,6 +14,15 @@ def padded(columns: int) -> int:
     return -(-columns // 16) * 16
 
 
+def enough_rows(rows: int) -> int:
+    """The number of rows of a matrix whose other rows may be more or fewer, padding included.
+
+    MKL computes a product of fewer than 4 rows in another way, which rounds differently. From 4 on
+    a row's bits don't depend on how many others there are.
+    """
+    return max(4, rows)
+
+
 def room_for(matrices: int) -> int:
     """How many matrices the output of `batched_gemm` must have room for."""
     return max(2, matrices)

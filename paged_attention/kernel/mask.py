@@ -11,7 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .gather import select
 from .schedule import Wave
+from .sharing import Sharing
 from .step import Step
 
 
@@ -21,7 +23,8 @@ class Mask(NamedTuple):
     The masks cover an item's last n slots, because all slots before them are seen.
     """
 
-    bias_distance: Tensor | None  # (items, q_len, width), float32, for ALiBi
+    bias_distance: Tensor | None  # (items, q_len, width), float32, for ALiBi. Of a shared wave,
+    # (items, group, width), in which no key is masked
     masked: Tensor | None  # (items, q_len or 1, n), bool: keys that a query token doesn't see
     masked_for_all_rows: Tensor | None  # (items, n), bool: keys that no query token sees
 
@@ -32,14 +35,17 @@ def wave_mask(step: Step, wave: Wave, tokens_to_end: Tensor) -> Mask:
     Args:    tokens_to_end: (all items,), int64, from an item's start to its sequence's end
     """
     schedule, options, buffers = step
+    if wave.sharing is not None:
+        return Mask(_row_distance(step, wave, wave.sharing), None, None)
     shape, window = schedule.shape, schedule.shape.window
     # Without a causal mask all rows see the same keys, as the last row does.
     rows = shape.q_len if options.causal else 1
-    to_end, biased = tokens_to_end[wave.items], options.alibi_slopes is not None
+    biased = options.alibi_slopes is not None
     ends = wave.min_tokens_from_last_slot < rows
     windowed = window is not None and wave.max_tokens_from_first_slot > window
     if not (ends or windowed or biased):
         return Mask(None, None, None)
+    to_end = tokens_to_end[wave.items]
     if rows == 1 and window is None and not biased:
         # An exact schedule's items end within their last block, a capacity schedule's anywhere.
         slots = schedule.arange[: wave.width]
@@ -69,11 +75,19 @@ def wave_mask(step: Step, wave: Wave, tokens_to_end: Tensor) -> Mask:
     return Mask(bias_distance, masked, masked_for_all_rows)
 
 
+def _row_distance(step: Step, wave: Wave, sharing: Sharing) -> Tensor | None:
+    """(items, rows, width), for ALiBi: each row of a shared wave has a position of its own."""
+    if step.options.alibi_slopes is None:
+        return None
+    distance = step.buffers.bias_distance(wave.num_items, wave.group, wave.width)
+    return torch.sub(sharing.ends, sharing.slots, out=distance)
+
+
 def adjust(logits: Tensor, mask: Mask, softcap: float | None, slopes: Tensor | None) -> None:
     """Cap, bias and mask logits in place.
 
     Args:    logits: (items * num_kv_heads, group, width), scaled
-             slopes: None, or (num_heads, 1, 1), float32
+             slopes: None, or (num_heads, 1, 1), float32. Of a shared wave, as `wave_slopes`
     """
     if softcap is not None:
         logits.div_(softcap).tanh_().mul_(softcap)  # each reads and writes the logits
@@ -83,6 +97,15 @@ def adjust(logits: Tensor, mask: Mask, softcap: float | None, slopes: Tensor | N
     if mask.masked is not None:
         last = _by_head(logits, mask.masked)[..., -mask.masked.shape[2] :]
         last.masked_fill_(mask.masked.unsqueeze(1), -torch.inf)
+
+
+def wave_slopes(step: Step, wave: Wave, slopes: Tensor | None) -> Tensor | None:
+    """The slope of each row of a shared wave, (num_kv_heads, group, 1)."""
+    if slopes is None or wave.sharing is None:
+        return slopes
+    heads = wave.sharing.heads
+    row_slopes = select(slopes.view(-1), heads, step.buffers.row_slopes(len(heads)))
+    return row_slopes.view(-1, wave.group, 1)
 
 
 def hide_values(values: Tensor, mask: Mask) -> None:

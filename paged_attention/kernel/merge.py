@@ -43,7 +43,7 @@ def merge_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
              is a mistake of whoever made it, and the result is NaN, never a plausible number
     Numbers: a sum of outs beyond float32's range overflows, and so does such an lse
     Cost:    reads outs and lses once, writes two float32 copies of outs
-    Source:  FlashInfer, "recursive attention" (merge of attention states);
+    Source:  FlashInfer docs/tutorials/recursive_attention.rst (merge of attention states);
              vLLM attention_kernels.cuh, paged_attention_v2_reduce_kernel
     Example: one head of one lane. 1.0 is the mean of 3 tokens, and 5.0 is 1 token's.
         >>> outs, lses = torch.tensor([[[1.0]], [[5.0]]]), torch.tensor([[3.0], [1.0]]).log()

@@ -9,7 +9,7 @@ however long the sequences are.
 How a sequence is cut depends on its own length alone.
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 
 class WorkItem(NamedTuple):
@@ -22,6 +22,21 @@ class WorkItem(NamedTuple):
     seq: int
     start: int
     width: int
+
+
+class SharedItem(NamedTuple):
+    """One partition of a prefix, which the query rows of all of `seqs` meet at once.
+
+    `seq` is one of them. The blocks are read from its row of the block table.
+    """
+
+    seq: int
+    start: int
+    width: int
+    seqs: tuple[int, ...]
+
+
+Item = TypeVar("Item", WorkItem, SharedItem)
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -50,20 +65,30 @@ def work_items(seq_lens: list[int], partition_size: int, block_size: int) -> lis
              wide, but a sequence's last item has only the blocks that are left
     """
     return [
-        WorkItem(seq, start, min(partition_size, whole_blocks(seq_len - start, block_size)))
+        item
         for seq, seq_len in enumerate(seq_lens)
-        for start in range(0, seq_len, partition_size)
+        for item in partitions(seq, 0, seq_len, partition_size, block_size)
     ]
 
 
-def waves(items: list[WorkItem], wave_tokens: int) -> list[list[WorkItem]]:
+def partitions(
+    seq: int, first: int, end: int, partition_size: int, block_size: int
+) -> list[WorkItem]:
+    """The partitions of the tokens [first, end) of one sequence."""
+    return [
+        WorkItem(seq, start, min(partition_size, whole_blocks(end - start, block_size)))
+        for start in range(first, end, partition_size)
+    ]
+
+
+def waves(items: list[Item], wave_tokens: int) -> list[list[Item]]:
     """Cut a flat list into waves, which are lists of items of equal width.
 
     Items of equal width keep their order.
 
     Args:    wave_tokens: the most tokens that a wave may hold. It holds one item in any case
     """
-    by_width: dict[int, list[WorkItem]] = {}
+    by_width: dict[int, list[Item]] = {}
     for item in items:
         by_width.setdefault(item.width, []).append(item)
     return [

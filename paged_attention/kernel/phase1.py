@@ -7,7 +7,7 @@ from .call import Call
 from .fp8 import element_dtype
 from .gather import cache_rows, gather, select
 from .gemm import batched_gemm, padded, room_for
-from .mask import adjust, hide_values, wave_mask
+from .mask import adjust, hide_values, wave_mask, wave_slopes
 from .merge import LOWEST
 from .schedule import Wave
 from .step import Step
@@ -33,22 +33,24 @@ def phase1(step: Step, call: Call, lens: Tensor | None) -> None:
     if slopes is not None:
         slopes = buffers.slopes(len(slopes)).copy_(slopes).view(-1, 1, 1)
 
-    acc_s, m = buffers.acc_s(), buffers.m()
-    acc, s = acc_s[:, : shape.head_size], acc_s[:, shape.head_size : shape.head_size + 1]
+    acc, m = buffers.acc_s(*buffers.acc_s.shape, columns=shape.head_size), buffers.m()
+    s = buffers.acc_s()[:, shape.head_size : shape.head_size + 1]
     for wave in schedule.waves:
         mask = wave_mask(step, wave, tokens_to_end)
-        ids = block_ids[wave.blocks].view(wave.num_items, -1)
+        ids = block_ids[wave.blocks].view(wave.num_items, 1, -1, 1)
         logits = _logits(step, wave, gather(step, keys, ids, dtype))
-        adjust(logits, mask, options.softcap, slopes)
-        wave_m, weights, wave_s = _softmax(step, wave, logits)
+        adjust(logits, mask, options.softcap, wave_slopes(step, wave, slopes))
+        weights = _softmax(step, wave, logits)
         v = gather(step, values, ids, dtype)  # where K was, which is no longer needed
         hide_values(v, mask)
-        wave_acc = buffers.wave_acc(room_for(len(v)), shape.group, shape.lanes)
-        wave_acc = batched_gemm(weights, v, wave_acc)  # reads weights and V
+        wave_acc = buffers.wave_acc(room_for(len(v)), wave.group, shape.lanes)
+        batched_gemm(weights, v, wave_acc)  # reads weights and V
         # Each reads its part of the wave's states and writes it where Phase 2 wants it.
-        acc.index_copy_(0, wave.state_rows, wave_acc.view(-1, shape.lanes)[:, : shape.head_size])
-        s.index_copy_(0, wave.state_rows, wave_s.view(-1, 1))
-        m.index_copy_(0, wave.state_rows, wave_m.view(-1))
+        rows = len(wave.state_rows)
+        wave_acc = buffers.wave_acc(rows, shape.lanes, columns=shape.head_size)
+        acc.index_copy_(0, wave.state_rows, wave_acc)
+        s.index_copy_(0, wave.state_rows, buffers.wave_s(rows, 1))
+        m.index_copy_(0, wave.state_rows, buffers.wave_m(rows))
 
 
 def _logits(step: Step, wave: Wave, k: Tensor) -> Tensor:
@@ -56,35 +58,43 @@ def _logits(step: Step, wave: Wave, k: Tensor) -> Tensor:
 
     A matrix is a pair of work item and KV head. Its rows are the query heads that share the KV
     head and, of each of them, the query tokens. So K is used as it was gathered, never expanded.
+    Where sequences share a partition, a matrix has the rows of all of them.
 
     Args:    k: (matrices, width, lanes)
     Returns: (matrices, group, width)
     """
     schedule, _, buffers = step
     shape = schedule.shape
-    query = buffers.query(schedule.num_seqs, shape.num_rows, shape.lanes)
-    wave_query = buffers.wave_query(wave.num_items, shape.num_rows, shape.lanes)
-    select(query, wave.seqs, wave_query)  # reads and writes the queries of each item
-    q = wave_query.view(len(k), -1, shape.lanes)[..., : shape.head_size]
+    # A sequence's rows stand together, but those of a shared wave one by one.
+    wanted, rows = wave.seqs, shape.num_rows
+    if wave.sharing is not None:
+        wanted, rows = wave.sharing.rows, 1
+    query = buffers.query(schedule.num_seqs * (shape.num_rows // rows), rows, shape.lanes)
+    wave_query = buffers.wave_query(len(wanted), rows, shape.lanes)
+    select(query, wanted, wave_query)  # reads and writes the queries of each item
+    matrices = len(k)
+    q = buffers.wave_query(matrices, wave.group, shape.lanes, columns=shape.head_size)
     # The columns past the width are products with whatever lies behind these keys. Nobody reads
     # them.
     columns = padded(wave.width)
-    k_t = k.as_strided((len(k), columns, shape.head_size), k.stride()).transpose(1, 2)
-    logits = buffers.logits(room_for(len(k)), shape.group, columns)
-    # Reads queries and K, writes a float a row and token.
-    return batched_gemm(q, k_t, logits)[..., : wave.width]
+    of_matrix, of_token, of_lane = k.stride()
+    k_t = k.as_strided((matrices, shape.head_size, columns), (of_matrix, of_lane, of_token))
+    logits = buffers.logits(room_for(matrices), wave.group, columns)
+    batched_gemm(q, k_t, logits)  # reads queries and K, writes a float a row and token
+    return buffers.logits(matrices, wave.group, columns, columns=wave.width)
 
 
-def _softmax(step: Step, wave: Wave, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """m, the weights exp(logit - m) in the logits' place, and s, which is their sum."""
+def _softmax(step: Step, wave: Wave, logits: Tensor) -> Tensor:
+    """The weights exp(logit - m), in the logits' place. Their sum is written to wave_s, m to
+    wave_m."""
     schedule, _, buffers = step
     matrices, group, _ = logits.shape
     m = torch.amax(logits, -1, keepdim=True, out=buffers.wave_m(matrices, group, 1))
     # Where all logits are -inf, m becomes LOWEST, so that their exp is 0 and not NaN.
     weights = logits.sub_(m.clamp_(min=LOWEST)).exp_()  # each reads and writes the logits
     ones = schedule.ones[: wave.width].expand(matrices, -1, -1)
-    s = batched_gemm(weights, ones, buffers.wave_s(room_for(matrices), group, 1))
-    return m, weights, s
+    batched_gemm(weights, ones, buffers.wave_s(room_for(matrices), group, 1))
+    return weights
 
 
 def _block_ids(step: Step, block_tables: Tensor, columns: Tensor) -> Tensor:

@@ -1,20 +1,19 @@
 """Phase 2: the states of each sequence's partitions become one state, segment by segment."""
 
-from torch import Tensor
-
 from .gather import select
 from .merge import LOWEST, merge_rows
 from .step import Step
+from .workspace import Buffer
 
 
-def phase2(step: Step) -> tuple[Tensor, Tensor]:
+def phase2(step: Step) -> tuple[Buffer, Buffer]:
     """Merge the states of each row.
 
     The merge is a segmented reduction. A row's states are adjacent, and rows of equally many
     states come together, so that nothing is padded.
 
-    Returns: acc_s: (num_seqs, num_rows, state_columns) and m: (num_seqs, num_rows), in the
-             batch's order
+    Returns: the buffers that hold acc_s, (num_seqs, num_rows, state_columns), and m, (num_seqs,
+             num_rows), in the batch's order
     """
     schedule, _, buffers = step
     shape = schedule.shape
@@ -37,11 +36,9 @@ def phase2(step: Step) -> tuple[Tensor, Tensor]:
                 out_acc_s,
                 out_m,
             )
-    acc_s = merged_acc_s[:-1].view(schedule.num_seqs, shape.num_rows, shape.state_columns)
-    m = merged_m.view(schedule.num_seqs, shape.num_rows)
     if schedule.inverse is None:
-        return acc_s, m
-    return (
-        select(acc_s, schedule.inverse, buffers.sorted_acc_s()),
-        select(m, schedule.inverse, buffers.sorted_m()),
-    )
+        return buffers.merged_acc_s, buffers.merged_m
+    sorted_acc_s, sorted_m = buffers.sorted_acc_s(), buffers.sorted_m()
+    select(buffers.merged_acc_s(*sorted_acc_s.shape), schedule.inverse, sorted_acc_s)
+    select(buffers.merged_m(*sorted_m.shape), schedule.inverse, sorted_m)
+    return buffers.sorted_acc_s, buffers.sorted_m

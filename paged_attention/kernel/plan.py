@@ -1,32 +1,27 @@
 """DecodePlan: a decode step planned once, from its lengths, and run for every layer."""
 
 from collections.abc import Sequence
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .call import Call, Inputs, check_call, planned_lengths
-from .checks import (
-    FLOATS,
-    check_backend,
-    check_flag,
-    check_out,
-    checked_device,
-    optional_count,
-    refuse,
-    required_count,
-)
+from .call import Call, Inputs, check_call
+from .checks import check_flag, check_out, checked_device, optional_count, refuse
+from .compiled.choice import chosen_backend, sharing_backend
+from .compiled.numba_backend import NumbaPlan, run_compiled
 from .device import wave_bytes
 from .execute import execute
-from .fp8 import FLOAT8S
 from .layouts import Geometry, cache_shapes
 from .options import Options
 from .partition import whole_blocks
+from .planned import check_planned_for, planned_lengths, planned_prefixes, planned_shape
 from .schedule import Schedule
 from .shape import StepShape
-from .step import Step, step_buffers
-from .transforms import refuse_gradients, uncompiled
+from .sharing import Prefixes
+from .step import Step, StepBuffers, step_buffers
+from .transforms import is_traced, refuse_gradients, uncompiled
 from .workspace import Workspace, default_workspace
 
 # Tokens. With 24 query heads on 4 KV heads, a partition's states take 0.3 % of its K and V.
@@ -48,6 +43,8 @@ def plan_decode(
     max_seq_len: int | None = None,
     q_len: int = 1,
     window: int | None = None,
+    prefix_lens: Sequence[int] | Tensor | None = None,
+    group_of: Sequence[int] | Tensor | None = None,
     partition_size: int | None = None,
     backend: str | None = None,
 ) -> "DecodePlan":
@@ -65,11 +62,16 @@ def plan_decode(
              q_len: query tokens of each sequence
              window: None, or how many keys a query sees, the newest included. Blocks that no query
                    sees aren't in the plan
+             prefix_lens, group_of: None, or lists or CPU tensors, for an exact plan. Sequences of
+                   a group begin with the same blocks, which are read once for all of them, from
+                   the table row of one of them. prefix_lens: (num_groups,), tokens of whole
+                   blocks. group_of: (num_seqs,), a sequence's group, or -1
              partition_size: tokens per partition, rounded up to whole blocks. None: 1,024, or what
                    a wave holds if that is less
-             backend: None or "eager"
+             backend: None, "eager" or "numba", as `paged_attention`
     Returns: DecodePlan
     Raises:  TypeError, ValueError: the argument, its value, and what it should be
+             ImportError: the backend's compiler isn't installed
     Cost:    host work and a copy of some numbers to the device for each partition, no host read
     Example: a plan for two sequences, whose `run` then serves every layer of the step.
         >>> sizes = {"num_heads": 8, "num_kv_heads": 2, "head_size": 64, "block_size": 16}
@@ -79,32 +81,27 @@ def plan_decode(
         >>> plan.partition_size, plan.workspace_bytes
         (1024, 1225920)
     """
-    shape = StepShape(
-        required_count("num_heads", num_heads),
-        required_count("num_kv_heads", num_kv_heads),
-        required_count("head_size", head_size),
-        required_count("block_size", block_size),
-        dtype,
-        required_count("q_len", q_len),
-        optional_count("window", window),
-    )
-    if shape.num_heads % shape.num_kv_heads:
-        refuse("num_heads", f"a multiple of num_kv_heads, {num_kv_heads}", num_heads)
-    if not isinstance(dtype, torch.dtype) or dtype not in (*FLOATS, torch.uint8, *FLOAT8S):
-        refuse("dtype", "float32, float16, bfloat16, uint8 or a float8", repr(dtype), TypeError)
+    shape = planned_shape(num_heads, num_kv_heads, head_size, block_size, dtype, q_len, window)
     geometry = Geometry(1, shape.block_size, shape.num_kv_heads, shape.head_size)
     cache_shapes(geometry, layout, dtype)  # which refuses sizes that the layout can't have
-    check_backend(backend)
     device = checked_device(device)
+    how: dict[str, Any] = {"partition_size": partition_size}
+    how["backend"] = chosen_backend(backend, device)
     num_seqs = optional_count("num_seqs", num_seqs, least=0)
     max_seq_len = optional_count("max_seq_len", max_seq_len, least=0)
     if seq_lens is not None:
         lengths = planned_lengths(seq_lens, num_seqs, max_seq_len)
-        return DecodePlan.exact(shape, layout, device, lengths, partition_size=partition_size)
+        prefixes = planned_prefixes(prefix_lens, group_of, lengths, shape.block_size)
+        if prefixes is not None:
+            how["backend"] = sharing_backend(backend, device)
+        return DecodePlan.exact(shape, layout, device, lengths, prefixes=prefixes, **how)
+    for name, value in (("prefix_lens", prefix_lens), ("group_of", group_of)):
+        if value is not None:
+            refuse(name, "None without seq_lens", value)
     if num_seqs is None or max_seq_len is None:
         refuse("num_seqs, max_seq_len", "given without seq_lens", f"{num_seqs}, {max_seq_len}")
     lengths = [max_seq_len] * num_seqs
-    return DecodePlan.capacity(shape, layout, device, lengths, partition_size=partition_size)
+    return DecodePlan.capacity(shape, layout, device, lengths, **how)
 
 
 class DecodePlan:
@@ -113,6 +110,8 @@ class DecodePlan:
     Args:    shape, layout, device, partition_size: as `plan_decode`, checked but for the last
              lengths: tokens of each sequence. If is_capacity, the most that each may have
              wave_budget: most bytes of a wave's K, and of its V, as float32. None: the device's
+             backend: as `chosen_backend` returns it
+             prefixes: which sequences of an exact plan begin with the same tokens
     """
 
     def __init__(
@@ -125,9 +124,11 @@ class DecodePlan:
         is_capacity: bool,
         partition_size: int | None = None,
         wave_budget: int | None = None,
+        backend: str = "eager",
+        prefixes: Prefixes | None = None,
     ) -> None:
-        effective = shape
-        if shape.window is not None and shape.window >= max(lengths, default=0):
+        effective, self.longest = shape, max(lengths, default=0)
+        if shape.window is not None and shape.window >= self.longest:
             effective = shape._replace(window=None)  # all keys are in the window
         floats = (wave_budget or wave_bytes(device)) // 4
         # The budget of a wave holds for its K, for its V, and for its logits.
@@ -135,11 +136,27 @@ class DecodePlan:
         partition_size = optional_count("partition_size", partition_size)
         if partition_size is None:
             partition_size = min(PARTITION_SIZE, wave_tokens)
-        self.shape, self.layout = shape, layout
+        self.shape, self.layout, self.device, self.backend = shape, layout, device, backend
+        self.num_seqs, self.is_capacity = len(lengths), is_capacity
         self.partition_size = whole_blocks(partition_size, shape.block_size)
-        cut = self.partition_size, wave_tokens
-        self.schedule = Schedule(effective, lengths, *cut, is_capacity=is_capacity, device=device)
-        self.buffers = step_buffers(effective, self.schedule.extent)
+        cut = effective, lengths, self.partition_size, wave_tokens
+        kind = {"is_capacity": is_capacity, "prefixes": prefixes}
+        self._make_schedule = partial(Schedule, *cut, device=device, **kind)
+        self._effective = effective
+        self.compiled = None
+        if backend == "numba":
+            self.compiled = NumbaPlan(effective, lengths, self.partition_size, is_capacity)
+        # What a run needs, declared:
+        self.buffers: Any = self.compiled.buffers if self.compiled else self._step_buffers
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """Waves and segments. A plan of another backend than eager makes them when asked for."""
+        return self._make_schedule()
+
+    @property
+    def _step_buffers(self) -> StepBuffers:
+        return step_buffers(self._effective, self.schedule.extent)
 
     @classmethod
     def exact(
@@ -208,7 +225,7 @@ class DecodePlan:
         window = self.shape.window
         options = Options(scale, k_scale, v_scale, alibi_slopes, window, softcap, sinks, causal)
         call = check_call(inputs, self.layout, kv_cache_dtype, options)
-        self._check_planned_for(call)
+        check_planned_for(self, call)
         check_flag("return_lse", return_lse)
         return self.run_checked(call, out, workspace, return_lse)
 
@@ -219,7 +236,7 @@ class DecodePlan:
         query, given = call.inputs.query, call.inputs._asdict() | vars(call.options)
         refuse_gradients(given)
         if workspace is None:
-            workspace = default_workspace(self.schedule.device)
+            workspace = default_workspace(self.device)
         elif not isinstance(workspace, Workspace):
             refuse("workspace", "a Workspace", type(workspace).__name__, TypeError)
         if out is None:
@@ -227,24 +244,9 @@ class DecodePlan:
         else:
             check_out(out, query, given | dict(zip(["workspace"], workspace.tensors())))
         lse = query.new_empty(query.shape[:-1], dtype=torch.float32) if return_lse else None
-        step = Step(self.schedule, call.options, workspace.bind(self.buffers, query))
-        execute(step, call, out, lse)
+        if self.compiled is not None and not is_traced(query):
+            run_compiled(self.compiled, workspace.bind(self.buffers, query), call, out, lse)
+        else:
+            buffers = workspace.bind(self._step_buffers, query)
+            execute(Step(self.schedule, call.options, buffers), call, out, lse)
         return out if lse is None else (out, lse)
-
-    def _check_planned_for(self, call: Call) -> None:
-        """Check that the tensors are those that were planned for."""
-        schedule, inputs = self.schedule, call.inputs
-        wanted = (schedule.device, schedule.num_seqs, *self.shape)
-        got = (inputs.query.device, len(inputs.query), *call.shape)
-        for size, want, have in zip(("device", "num_seqs", *self.shape._fields), wanted, got):
-            if have != want:
-                of_query = size in ("device", "num_seqs", "num_heads", "q_len")
-                name = "query" if of_query else "key_cache"
-                rule = f"what was planned for, {want} of {size}"
-                refuse(name, rule, f"{have}: {tuple(getattr(inputs, name).shape)}")
-        longest, num_blocks = schedule.longest, call.geometry.num_blocks
-        if not schedule.is_capacity and longest and (call.covered < longest or not num_blocks):
-            columns = inputs.block_tables.shape[1]
-            rule = f"wide enough for the plan's longest sequence, {longest} tokens"
-            got = f"{columns} columns, which cover {call.covered}, and {num_blocks} blocks"
-            refuse("block_tables", rule, got)

@@ -10,6 +10,7 @@ import torch
 
 from .gemm import padded, room_for
 from .options import Options
+from .partition import ceil_div
 from .schedule import Extent, Schedule
 from .shape import StepShape
 from .workspace import Buffers
@@ -20,14 +21,18 @@ class StepBuffers(Buffers):
 
     def __init__(self, shape: StepShape, extent: Extent) -> None:
         super().__init__()
-        seqs, num_states, blocks, num_items, items, tokens, widest, is_sorted, _ = extent
+        seqs, num_states, blocks, num_items, items, tokens, widest = extent[:7]
+        shared_rows, shared_logits = extent.shared_rows, extent.shared_logits
         rows, lanes, columns = shape.num_rows, shape.lanes, shape.state_columns
         kv_heads, group = shape.num_kv_heads, shape.group
-        matrices, logits = room_for(items * kv_heads), max(2 * padded(widest), tokens * kv_heads)
+        # The rows of the matrices of a shared wave are as many as those of so many other ones.
+        matrices = max(room_for(items * kv_heads), ceil_div(shared_rows, group))
+        logits = max(2 * padded(widest), tokens * kv_heads, ceil_div(shared_logits, group))
         declare, float32, int64, boolean = self.declare, torch.float32, torch.int64, torch.bool
         # Phase 1
         self.query = declare(float32, seqs, rows, lanes)  # every query, scaled
-        self.wave_query = declare(float32, items, rows, lanes)  # those of a wave's items
+        some = max(items, ceil_div(shared_rows, rows))
+        self.wave_query = declare(float32, some, rows, lanes)  # those of a wave's items
         self.kv = declare(float32, tokens * kv_heads, lanes)  # a wave's K, and then its V
         self.logits = declare(float32, group * logits)  # and then the weights
         self.wave_m = declare(float32, matrices, group, 1)
@@ -40,12 +45,13 @@ class StepBuffers(Buffers):
         # One row more, because batched_gemm needs room for two matrices.
         self.merged_acc_s = declare(float32, seqs * rows + 1, 1, columns)
         self.merged_m = declare(float32, seqs * rows)
-        unsorted = 0 if is_sorted else seqs
+        unsorted = 0 if extent.is_sorted else seqs
         self.sorted_acc_s = declare(float32, unsorted, rows, columns)  # in the batch's order again
         self.sorted_m = declare(float32, unsorted, rows)
         self.no_keys = declare(boolean, seqs * rows)  # rows that see no key
         # options
         self.slopes = declare(float32, shape.num_heads)
+        self.row_slopes = declare(float32, shared_rows)  # of a shared wave
         self.sinks = declare(float32, shape.num_heads)
         self.scale = declare(float32, kv_heads)  # of queries, and later v_scale
         self.factor = declare(torch.float64, kv_heads)  # scale * k_scale
@@ -61,7 +67,8 @@ class StepBuffers(Buffers):
         # which keys a query sees
         self.distance = declare(int64, tokens * shape.q_len)
         self.clamped_distance = declare(int64, tokens * shape.q_len)
-        self.bias_distance = declare(float32, tokens * shape.q_len)
+        distances = max(tokens * shape.q_len, ceil_div(shared_logits, kv_heads))
+        self.bias_distance = declare(float32, distances)
         self.masked = declare(boolean, tokens * shape.q_len)
         self.masked_for_all_rows = declare(boolean, tokens)
         # caches of other dtypes: what was gathered, before it is converted

@@ -18,7 +18,8 @@ class Buffer:
     """A part of a piece of memory, declared with its largest shape.
 
     Called with a shape, it gives its beginning as a contiguous tensor: `buffer(8, 6, 1024)`.
-    Called without one, it gives all of itself. A view is made once and remembered.
+    Called without one, it gives all of itself. With `columns` it gives only the first ones of each
+    row. A view is made once and remembered, because a run would make some forty of them again.
     """
 
     __slots__ = ("dtype", "first_byte", "memory", "shape", "views")
@@ -28,13 +29,16 @@ class Buffer:
     def __init__(self, dtype: torch.dtype, shape: tuple[int, ...], first_byte: int) -> None:
         self.dtype, self.shape, self.first_byte = dtype, shape, first_byte
 
-    def __call__(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        view = self.views.get((shape, dtype))
+    def __call__(
+        self, *shape: int, columns: int | None = None, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        view = self.views.get((shape, columns, dtype))
         if view is None:
-            view = self.views[shape, dtype] = self._view(shape or self.shape, dtype or self.dtype)
+            view = self._view(shape or self.shape, columns, dtype or self.dtype)
+            self.views[shape, columns, dtype] = view
         return view
 
-    def _view(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def _view(self, shape: tuple[int, ...], columns: int | None, dtype: torch.dtype) -> Tensor:
         if math.prod(shape) * dtype.itemsize > math.prod(self.shape) * self.dtype.itemsize:
             raise RuntimeError(
                 f"a buffer was declared as {self.shape} of {self.dtype}, and {shape} of {dtype} "
@@ -43,7 +47,8 @@ class Buffer:
         with torch.inference_mode(False):  # or it couldn't be written to outside of it
             typed = self.memory.view(dtype)
         strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
-        return typed.as_strided(shape, strides, self.first_byte // dtype.itemsize)
+        size = shape if columns is None else (*shape[:-1], columns)
+        return typed.as_strided(size, strides, self.first_byte // dtype.itemsize)
 
 
 SomeBuffers = TypeVar("SomeBuffers", bound="Buffers")

@@ -101,15 +101,16 @@ def _wave(memory: int) -> Figure:
     return Figure(wave, wave, "B", "kernel/device.py, which limits a wave's memory")
 
 
-# Where the figures come from. Both pages were read in the commits named.
+# Where the figures come from. Each page was read, those of a repository in the commit named.
 _WORKLOG = "dylanyunlon/project_6 552f1448, kernel_worklog.md"
 _M1_18 = "wudixzy/competition 2f7d5f57, M1_18_EXACT_QK_COMPONENT_PROFILE"
-_GATHERS = """index_select reaches 30 % on an A100 (pytorch/pytorch#145999), a gather of 16 bytes a
-thread 79 % on an H100 (pegainfer-project/pegainfer#488)"""
-_LAUNCHES = """4 to 6 us to submit one CUDA kernel, measured by others on an RTX 5070 Ti
-(susun-blog.com, pegainfer 3, CUDA 13.0). Assumed here, not measured on this device"""
-_OPERATIONS = """5 to 25 us of a CPU's work before a kernel starts (jiahuanglin.xyz, GPU kernel
-serving, lesson 18, H100). Assumed here, not measured on this device"""
+_GATHERS = """on an H100 a gather of 2 bytes a thread reaches 27 % of it, one of 16 bytes a thread
+79 % (pegainfer-project/pegainfer#484 and pegainfer-project/pegainfer#488)"""
+_LAUNCHES = """4 to 6 us to submit one CUDA kernel, measured by others on an RTX 5070 Ti, CUDA 13.0
+(https://susun-blog.com/blog/pegainfer-3-cuda-graph). Assumed here, not measured on this device"""
+_OPERATIONS = """5 to 25 us of a CPU's work before a kernel starts, an H100's matmul
+(https://jiahuanglin.xyz/all_lessons/gpu_kernel_serving/18_pytorch_to_kernel.html).
+Assumed here, not measured on this device"""
 _CPUS_WAVE = """2,048 tokens of 4 KV heads of 256 lanes. On a 2-core Xeon with 2 MiB of L2 a core,
 waves of half the size took 1.1 to 1.15 times as long, and larger ones no less"""
 _COPY = f"""low: a contiguous copy of 128 MB ({_WORKLOG}, which doesn't say whether reads and
@@ -137,7 +138,7 @@ PROFILES = {
         "BI-V100",
         bandwidth=Figure(584e9, 1.2e12, "B/s", _COPY),
         op_cost=Figure(20e-6, 30e-6, "s", f"a whole operation of PyTorch ({_WORKLOG})"),
-        num_sms=Figure(16, 16, "", "dylanyunlon/project_6 56d0c186, muh/hardware.cuh"),
+        num_sms=Figure(16, 16, "", "dylanyunlon/project_6 56d0c186, muh/include/muh/hardware.cuh"),
         rearrange_bandwidth=Figure(34e9, 105e9, "B/s", _PERMUTE),
         gather_bandwidth=Figure(127e9, 146e9, "B/s", _SELECT),
         gemm_bandwidth=Figure(29e9, 96e9, "B/s", _PRODUCTS),

@@ -29,6 +29,7 @@ STAGE_COLOURS = {
 PEER_MARKS = {
     "paged_attention_HND": ("#000000", "s"),
     "paged_attention_NHD": ("#000000", "D"),
+    "paged_attention_numba": ("#000000", "*"),
     "gather_sdpa": ("#AA4499", "^"),
     "dense_sdpa": ("#999933", "v"),
     "flex_paged": ("#CC6677", "P"),

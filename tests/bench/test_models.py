@@ -50,8 +50,18 @@ def test_the_table_divides_the_times_that_the_json_has(run):
     seconds = models_table.seconds_of(step)
     faster = seconds["paged_attention_HND"] / seconds["gather_sdpa"]
     line = models_table.cells(step)
-    assert line[0] == "Gemma-2B 8/1/256" and float(line[-3]) == pytest.approx(faster, rel=0.01)
+    assert line[0] == "Gemma-2B 8/1/256" and float(line[-4]) == pytest.approx(faster, rel=0.01)
     assert len(models_table.markdown(content).splitlines()) == 2 + len(ROWS)
+
+
+def test_the_table_names_each_row_that_other_processes_disturbed(run):
+    _, content, _ = run("Gemma-2B")
+    for step in content["rows"]:
+        step["other_cores"] = 0.02
+    assert "Other processes" not in models_table.table(content)
+    content["rows"][3]["other_cores"] = 1.04
+    [line] = [x for x in models_table.table(content).splitlines() if "Other processes" in x]
+    assert line.startswith("Gemma-2B, 2 x 19, fp32, q_len 4: Other processes used 1.0 cores")
 
 
 def test_a_row_that_is_too_large_is_left_out_with_the_reason(run, monkeypatch):

@@ -5,7 +5,7 @@ import torch
 from helpers import in_each_layout
 from hf_models import CACHE, awkward_pool, batch_of, greedy, hf, small_model, transformers
 
-from paged_attention import OutOfBlocks, plan_decode
+from paged_attention import OutOfBlocks, plan_decode, prefixes
 from paged_attention.hf import forward_pass
 from paged_attention.hf.attention import attention
 from paged_attention.hf.masks import CausalMask
@@ -207,6 +207,49 @@ def test_beams_share_what_they_have_in_common(llama):
     for row in range(6):
         pool.free(row)
     assert pool.num_free_blocks == 40  # nothing else was left in the pool
+
+
+@pytest.fixture
+def shared_waves(monkeypatch):
+    """However short, a prefix is worth sharing. The waves that were shared, of each plan."""
+    seen = []
+
+    def noted(**sizes):
+        plan = plan_decode(**sizes)
+        seen.append(sum(wave.sharing is not None for wave in plan.schedule.waves))
+        return plan
+
+    monkeypatch.setattr(prefixes, "pays", lambda num_tokens, num_seqs: num_tokens > 0)
+    monkeypatch.setattr(forward_pass, "plan_decode", noted)
+    return seen
+
+
+def test_rows_that_go_on_from_one_prompt_read_it_once_and_say_the_same(llama, shared_waves):
+    prefix = [3 + 7 * i * i % 90 for i in range(33)]
+    texts = [[*prefix, *more] for more in ([40, 9, 8], [41, 5, 6], [42, 7, 70])]
+    right = greedy(llama, batch_of(texts), NEW, "eager")
+    pool = awkward_pool(llama, 60, 4)
+    llama.set_attn_implementation("paged_attention")
+    forward(llama, hf.PagedCache(pool, llama.config, ["prefix"]), [prefix])
+    for heir in "abc":
+        pool.fork("prefix", heir)
+    cache = hf.PagedCache(pool, llama.config, "abc")
+    shared_waves.clear()
+    got = greedy(llama, batch_of(texts), NEW, "paged_attention", cache)
+    assert torch.equal(got[0], right[0])
+    assert len(shared_waves) == NEW and all(shared_waves)
+
+
+def test_beams_read_what_they_have_in_common_once_and_say_the_same(llama, shared_waves):
+    batch = batch_of([PROMPTS[1] * 3, PROMPTS[3] * 5])
+    more = {"max_new_tokens": 7, "num_beams": 3, "do_sample": False, "num_return_sequences": 3}
+    llama.set_attn_implementation("eager")
+    right = llama.generate(**batch._asdict(), **more)
+    cache = hf.PagedCache(awkward_pool(llama, 90, 4), llama.config, range(6))
+    llama.set_attn_implementation("paged_attention")
+    got = llama.generate(**batch._asdict(), **more, **{CACHE: cache})
+    assert torch.equal(got, right)
+    assert shared_waves[0] == 0 and all(shared_waves[1:])
 
 
 def test_a_row_that_goes_on_from_a_finished_one_is_finished(llama):

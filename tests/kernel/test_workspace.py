@@ -86,6 +86,16 @@ def test_buffers_of_other_sizes_are_other_buffers():
         large.b(8)
 
 
+def test_the_first_columns_of_a_buffer_are_a_view_of_their_own():
+    buffers = Workspace().bind(TwoBuffers(6), torch.zeros(1))
+    whole, part = buffers.b(2, 3), buffers.b(2, 3, columns=2)
+    assert buffers.b(2, 3, columns=2) is part and buffers.b(2, 3) is whole
+    whole.copy_(torch.arange(6).view(2, 3))
+    assert part.tolist() == [[0, 1], [3, 4]]
+    with pytest.raises(RuntimeError, match="would overrun the next one"):
+        buffers.b(3, 3, columns=2)
+
+
 # -- tracers
 
 

@@ -38,6 +38,8 @@ def minutes(cells):
         if cell["cell_type"] == "markdown":
             words += len(text.split())
             continue
+        if text.startswith("# Installs the package"):  # the first cell, which nobody needs to read
+            continue
         code += sum(bool(line.strip()) for line in text.splitlines())
         imports = (s for s in ast.parse(text).body if isinstance(s, ast.ImportFrom))
         code -= sum(s.end_lineno - s.lineno for s in imports)

@@ -66,6 +66,8 @@ def test_what_test_oldest_runs_is_there():
         ("test-model", "-m pytest tests/tools/whole_model.py"),
         ("lab", "-m jupyterlab notebooks"),
         ("notebooks", "nbconvert --to notebook --execute --inplace"),
+        ("memory", "tests/tools/notebook_memory.py"),
+        ("launch", "tests/tools/launch.py"),
         ("figures", "-m paged_attention.bench.figures figures"),
         ("lint", "ruff format --check .\nruff check .\nbasedpyright"),
         ("test", "ruff format --check .\nruff check .\nbasedpyright"),
@@ -78,6 +80,14 @@ def test_without_a_venv_a_target_runs_what_it_says_and_installs_nothing(target, 
     said = "\n".join(lines)
     assert status == 0 and all(word in said for word in words.splitlines())
     assert "pip install" not in said and "-m venv" not in said
+
+
+def test_the_browser_has_a_venv_of_its_own_beside_the_one_of_the_notebooks():
+    status, lines = make("-n", "test-browser", "VENV=none", f"PYTHON={sys.executable}", "-B")
+    said = "\n".join(lines)
+    assert status == 0 and "tests/tools/browser.py" in said
+    installed = [line for line in lines if "pip install" in line]
+    assert installed and all(line.startswith(".venv-browser/bin/python") for line in installed)
 
 
 def test_help_names_every_target():

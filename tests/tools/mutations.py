@@ -51,6 +51,66 @@ KERNEL = [
         "past_end = torch.ge(",
         "past_end = torch.gt(",
     ),
+    # -- shared prefixes
+    *(
+        kernel(name, file, old, new, f"{T}shared_prefix.py -k 'not threads'")
+        for name, file, old, new in (
+            (
+                "a partition that a window cuts is shared",
+                "sharing.py",
+                "low = whole_blocks(seen_from, partition_size)",
+                "low = seen_from // partition_size * partition_size",
+            ),
+            (
+                "a partition that the newest tokens cut is shared",
+                "sharing.py",
+                "prefix if prefix <= seen_to else",
+                "prefix if prefix <= end else",
+            ),
+            (
+                "of a shared wave, ALiBi begins one token off",
+                "sharing.py",
+                "position = ends - q_len + torch",
+                "position = ends - q_len + 1 + torch",
+            ),
+            (
+                "ALiBi takes a query token's number for a query head's",
+                "sharing.py",
+                "% shape.num_rows // q_len",
+                "% shape.num_rows // group * group // q_len",
+            ),
+            (
+                "the bits of a shared row depend on how many rows there are",
+                "gemm.py",
+                "return max(4, rows)",
+                "return rows",
+            ),
+            (
+                "the padding of a shared wave writes over a sequence's state",
+                "schedule.py",
+                "sharing(shape, wave, cuts, first_states, own_states)",
+                "sharing(shape, wave, cuts, first_states, 0)",
+            ),
+            (
+                "a prefix is read from the table of a sequence that doesn't see all of it",
+                "sharing.py",
+                "item = SharedItem(some[0], start, width, some)",
+                "item = SharedItem(seqs[0], start, width, some)",
+            ),
+            (
+                "each member of a group reads the prefix for itself",
+                "sharing.py",
+                "most = max(1, floats // (width * shape.num_rows))",
+                "most = 1",
+            ),
+            (
+                "the suffix is written over the last block of the prefix",
+                "shared_prefix.py",
+                "places = blocks.unsqueeze(1) + torch.arange(columns",
+                "places = blocks.unsqueeze(1) - 1 + torch.arange(columns",
+            ),
+        )
+    ),
     kernel(
         "a last block that lacks one token isn't masked",
         "schedule.py",
@@ -77,7 +137,7 @@ KERNEL = [
     kernel(
         "a window is dropped where the batch's shortest sequence fits it",
         "plan.py",
-        "shape.window >= max(lengths, default=0):",
+        "shape.window >= self.longest:",
         "shape.window >= min(lengths, default=0):",
         FIELD_CASES + " -k window",
         DIFFERENTIAL,
@@ -181,11 +241,11 @@ KERNEL = [
     kernel(
         "a sink is merged once per partition, too",
         "phase1.py",
-        "s.index_copy_(0, wave.state_rows, wave_s.view(-1, 1))",
-        "s.index_copy_(0, wave.state_rows, wave_s.view(-1, 1) if options.sinks is None "
-        "else (wave_s.view(wave.num_items, shape.num_heads, -1) + (options.sinks.float("
-        ").view(-1, 1) - wave_m.view(wave.num_items, shape.num_heads, -1)).exp()).view("
-        "-1, 1))",
+        "s.index_copy_(0, wave.state_rows, buffers.wave_s(rows, 1))",
+        "s.index_copy_(0, wave.state_rows, buffers.wave_s(rows, 1) if options.sinks is None "
+        "else (buffers.wave_s(wave.num_items, shape.num_heads, shape.q_len) + ("
+        "options.sinks.float().view(-1, 1) - buffers.wave_m(wave.num_items, shape.num_heads, "
+        "shape.q_len)).exp()).view(-1, 1))",
         FIELD_CASES + " -k sink",
     ),
     # -- phase 1
@@ -989,6 +1049,78 @@ HF = [
     ),
 ]
 
+cuda = of("paged_attention/kernel/compiled/", "tests/kernel/test_cuda_source.py")
+CUDA = [
+    cuda(
+        "CUDA: a partition's last token isn't seen",
+        "paged_decode.cu",
+        "min(step.partition_size, seq_len - start)",
+        "min(step.partition_size, seq_len - start) - 1",
+    ),
+    cuda(
+        "CUDA: ALiBi's distance is counted within a partition",
+        "paged_decode.cu",
+        "(start + token - (seq_len - 1))",
+        "(token - (seq_len - 1))",
+    ),
+    cuda(
+        "CUDA: an offset into the pool wraps at 32 bits",
+        "paged_decode.cu",
+        "block * step.value_stride",
+        "(int)(block * step.value_stride)",
+    ),
+    cuda(
+        "CUDA: a block id outside the pool becomes block 0",
+        "paged_decode.cu",
+        "id < step.num_blocks ? id : -1",
+        "id < step.num_blocks ? id : 0",
+    ),
+    cuda(
+        "CUDA: a group's second part has the first one's heads",
+        "paged_decode.cu",
+        "first_head = kv_head * group + in_group",
+        "first_head = kv_head * group",
+    ),
+    cuda(
+        "CUDA: the merge weighs partitions without their sums",
+        "paged_decode.cu",
+        "attention += exp_sums[p] * expf(",
+        "attention += expf(",
+    ),
+    cuda(
+        "CUDA: lse is a logarithm to the base 2",
+        "paged_decode.cu",
+        "largest + logf(sum)",
+        "largest + log2f(sum)",
+    ),
+    cuda(
+        "CUDA: bf16 results are cut off, not rounded",
+        "paged_decode.cu",
+        "(bits + 0x7fff + odd) >> 16",
+        "bits >> 16",
+    ),
+    cuda(
+        "CUDA: a length beyond max_seq_len is cut off",
+        "paged_decode.cu",
+        "needed <= step.num_partitions",
+        "needed >= 0",
+    ),
+    cuda(
+        "CUDA: a library of another ABI is taken",
+        "library.py",
+        "if about[:2] != [ABI, ctypes.sizeof(Step)]:",
+        "if about[1] != ctypes.sizeof(Step):",
+        "tests/kernel/test_cuda_source_loading.py",
+    ),
+    cuda(
+        "CUDA: loads cross the end of a block's row",
+        "cuda_source.py",
+        "if block_size % lanes:",
+        "if block_size % 2:",
+        "tests/kernel/test_cuda_source_loading.py",
+    ),
+]
+
 NAIVE = "notebooks/01_naive_loops.ipynb"
 notebook = of("", "tests/notebooks/test_notebooks.py")
 NOTEBOOKS = [
@@ -1031,5 +1163,6 @@ FAULTS = [
     *BENCH,
     *VLLM,
     *HF,
+    *CUDA,
     *NOTEBOOKS,
 ]

@@ -5,6 +5,7 @@ and returns the call that is timed, with a note on it. A peer that can't run her
 `Unavailable`.
 
     paged_attention_HND, paged_attention_NHD   our own kernel, in the two plain layouts
+    paged_attention_numba                      the same call, compiled for a CPU, in HND
     gather_sdpa     what plain PyTorch offers: gather the blocks, then attend
     dense_sdpa      the same without a paged cache: what paging costs
     flex_paged      PyTorch's own paging, compiled
@@ -19,7 +20,11 @@ from typing import NamedTuple
 from paged_attention.bench.captions import reason_of
 from paged_attention.bench.peers.data import Batch, Call, Unavailable
 from paged_attention.bench.peers.flex import flex_paged
-from paged_attention.bench.peers.ours import paged_attention_hnd, paged_attention_nhd
+from paged_attention.bench.peers.ours import (
+    paged_attention_hnd,
+    paged_attention_nhd,
+    paged_attention_numba,
+)
 from paged_attention.bench.peers.sdpa import dense_sdpa, gather_sdpa
 from paged_attention.bench.peers.vllm_cpu import vllm_cpu_op
 
@@ -46,6 +51,7 @@ class Peer(NamedTuple):
 PEERS = {
     "paged_attention_HND": Peer(paged_attention_hnd, kept=0, making=1, layout="HND"),
     "paged_attention_NHD": Peer(paged_attention_nhd, kept=1, making=0, layout="NHD"),
+    "paged_attention_numba": Peer(paged_attention_numba, kept=0, making=1, compiled=True),
     "gather_sdpa": Peer(gather_sdpa, kept=0, making=0),
     "dense_sdpa": Peer(dense_sdpa, kept=1, making=1),
     "flex_paged": Peer(flex_paged, kept=1, making=3, compiled=True),

@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
-from paged_attention.bench.peers.data import Batch, Call
+from paged_attention.bench.peers.data import Batch, Call, Unavailable
 from paged_attention.inputs import Inputs, pack, unpack
+from paged_attention.kernel.compiled.choice import chosen_backend
 from paged_attention.kernel.decode import paged_attention
 from paged_attention.kernel.plan import plan_decode
 from paged_attention.kernel.workspace import Workspace
@@ -43,6 +44,15 @@ def paged_attention_hnd(batch: Batch) -> tuple[Call, str]:
     return _kernel_call(batch, *batch.hnd, layout="HND"), ""
 
 
+def paged_attention_numba(batch: Batch) -> tuple[Call, str]:
+    """Our compiled kernel for CPUs, in its best layout."""
+    try:
+        chosen_backend("numba", batch.inputs.query.device)
+    except (ImportError, ValueError) as error:
+        raise Unavailable(str(error)) from None
+    return _kernel_call(batch, *batch.hnd, layout="HND", backend="numba"), ""
+
+
 def paged_attention_nhd(batch: Batch) -> tuple[Call, str]:
     """Our kernel on a cache whose blocks hold whole tokens."""
     return _kernel_call(batch, *pack(*unpack(*batch.hnd, "HND"), "NHD"), layout="NHD"), ""
@@ -62,6 +72,6 @@ def planned_hnd(batch: Batch) -> Call:
     return lambda: plan.run(*inputs, **given)  # type: ignore[return-value]
 
 
-def _kernel_call(batch: Batch, key: torch.Tensor, value: torch.Tensor, *, layout: str) -> Call:
+def _kernel_call(batch: Batch, key: torch.Tensor, value: torch.Tensor, **options: Any) -> Call:
     inputs = batch.inputs._replace(key_cache=key, value_cache=value)
-    return KernelCall(inputs, layout=layout, scale=batch.scale)
+    return KernelCall(inputs, scale=batch.scale, **options)

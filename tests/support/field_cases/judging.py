@@ -18,12 +18,15 @@ from paged_attention.stages import STAGES
 from .rows import rows_of
 
 JUDGED: dict[tuple, int] = {}  # row -> how many results it judged
+CASES: dict = {}  # number -> a function of a Row
 
 
 def case(number, least):
     """Run the test for every row of case `number`; each must judge at least `least` results."""
 
     def wrap(test):
+        CASES[number] = test
+
         def one_row(place):
             row = Row(*place)
             test(row)
