@@ -168,9 +168,9 @@ _tables: dict[torch.dtype, Tensor] = {}
 def _table(dtype: torch.dtype) -> Tensor:
     """(256,), float32: what each byte of an fp8 cache means. Zeros for other dtypes."""
     if dtype not in _tables:
-        values = torch.zeros(256)
+        values = torch.zeros(256, dtype=torch.float32, device="cpu")
         if dtype.itemsize == 1:
-            values = torch.arange(256, dtype=torch.uint8).view(dtype).float()
+            values = torch.arange(256, dtype=torch.uint8, device="cpu").view(dtype).float()
         _tables[dtype] = values
     return _tables[dtype]
 
