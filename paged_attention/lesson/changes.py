@@ -38,25 +38,15 @@ def variant(function: Callable[..., Any], edits: Mapping[str, str]) -> Callable[
 def show_diff(
     before: ModuleType | Callable[..., Any], after: ModuleType | Callable[..., Any]
 ) -> None:
-    """Print what changed between two stages, as a unified diff of their code.
-
-    What stands above the first `def` is left out, because a stage's docstring is read in full
-    where the stage is shown.
+    """Print what changed between two stages, as a unified diff of their whole texts.
 
     Args:    before, after: a module, or a function, which stands for the file or the notebook
                    cell that defines it
     """
-    lines = difflib.unified_diff(_code(before), _code(after), n=1, lineterm="")
+    lines = difflib.unified_diff(_text(before), _text(after), n=1, lineterm="")
     body = list(lines)[2:]  # without the two header lines
     for line in body[1:]:  # ... and without the first separator
         print("..." if line.startswith("@@") else line.rstrip())
-
-
-def _code(module_or_function: Any) -> list[str]:
-    """Its lines from the first `def` on."""
-    lines = _text(module_or_function)
-    starts = (number for number, line in enumerate(lines) if line.startswith("def "))
-    return lines[next(starts, 0) :]
 
 
 def _text(module_or_function: Any) -> list[str]:
